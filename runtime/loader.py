@@ -1,0 +1,196 @@
+"""Find what a command line names: ``file.py:function`` or ``package.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import InputError
+
+_FORMS = "file.py:function or package.module:function"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with inputs to trace it.
+
+    Attributes:
+        model: The module.
+        args: Positional arguments of one call of the model (the global batch).
+        kwargs: Keyword arguments of that call.
+        loss_fn: ``loss_fn(outputs, *args, *kwargs.values())``, or None when the model returns
+            its loss.
+        target: The text that named it.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Any] | None = None
+    target: str = ""
+
+
+def load_object(target: str) -> Any:
+    """The object that `target` names.
+
+    Args:
+        target: ``file.py:name`` (relative to the working directory) or ``package.module:name``;
+            the name may be dotted.
+
+    Raises:
+        InputError: If the text, the file, the module or the name is wrong, or the import fails.
+    """
+    home, colon, name = target.rpartition(":")
+    if not colon or not home or not name:
+        raise InputError(f"cannot read {target!r}", expected=_FORMS)
+    module = _load_file(Path(home)) if home.endswith(".py") else _load_module(home)
+    value: Any = module
+    for part in name.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            public = [key for key, item in vars(module).items() if callable(item) and key[0] != "_"]
+            raise InputError(
+                f"{home} has no {name!r}",
+                expected="one of " + ", ".join(sorted(public)[:12]) if public else None,
+                where=getattr(module, "__file__", None),
+            ) from None
+    return value
+
+
+def load_model(target: str) -> LoadedModel:
+    """Call the function that `target` names and check what it returns.
+
+    Args:
+        target: See `load_object`; the function takes no arguments and returns ``(model, args,
+            kwargs)`` or a dict with ``model`` and optionally ``args``, ``kwargs``, ``loss_fn``.
+
+    Raises:
+        InputError: If the function cannot be found, fails, or returns something else.
+    """
+    function = load_object(target)
+    if not callable(function):
+        raise InputError(f"{target} is a {type(function).__name__}", expected="a function")
+    try:
+        result = function()
+    except Exception as error:
+        raise InputError(
+            f"{target} failed: {type(error).__name__}: {error}",
+            expected="a function without arguments",
+            where=_raised_at(error),
+        ) from error
+    return as_loaded_model(result, target)
+
+
+def as_loaded_model(result: object, target: str) -> LoadedModel:
+    """Check what a model function returned.
+
+    Raises:
+        InputError: If it is neither ``(model, args, kwargs)`` nor a dict of these.
+    """
+    expected = "(model, args, kwargs), or a dict with model, args, kwargs and loss_fn"
+    if isinstance(result, tuple) and len(result) == 3:
+        result = dict(zip(("model", "args", "kwargs"), result, strict=True))
+    if not isinstance(result, Mapping):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise InputError(f"{target} returns {got}", expected=expected)
+    unknown = sorted(set(result) - {"model", "args", "kwargs", "loss_fn"})
+    if unknown or "model" not in result:
+        what = f"unknown keys {unknown}" if unknown else "no key 'model'"
+        raise InputError(f"{target} returns a dict with {what}", expected=expected)
+    model, loss_fn = result["model"], result.get("loss_fn")
+    args, kwargs = result.get("args", ()), result.get("kwargs", {})
+    checks = (
+        ("model", model, nn.Module, "an nn.Module"),
+        ("args", args, tuple | list, "a tuple"),
+        ("kwargs", kwargs, Mapping, "a dict"),
+    )
+    for name, value, kind, wanted in checks:
+        if not isinstance(value, kind):
+            raise InputError(
+                f"{target} returns {name} of type {type(value).__name__}", expected=wanted
+            )
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"{target} returns loss_fn of type {type(loss_fn).__name__}")
+    return LoadedModel(
+        model=model, args=tuple(args), kwargs=dict(kwargs), loss_fn=loss_fn, target=target
+    )
+
+
+def load_file_as(path: Path, name: str) -> ModuleType:
+    """Run the Python file at `path` as module `name`, once per process.
+
+    Raises:
+        InputError: If the file does not exist or fails.
+    """
+    known = sys.modules.get(name)
+    if known is not None:
+        return known
+    if not path.is_file():
+        raise InputError(f"no file {str(path)!r}", expected=_FORMS)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python path` does: its neighbours are importable
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InputError(
+            f"importing {path} failed: {type(error).__name__}: {error}", where=_raised_at(error)
+        ) from error
+    return module
+
+
+def _load_file(path: Path) -> ModuleType:
+    resolved = path.resolve()
+    for module in list(sys.modules.values()):
+        # A running script, or a file loaded before, is not run a second time.
+        if getattr(module, "__file__", None) == str(resolved) and module.__name__ != "__main__":
+            return module
+    name = path.stem
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        name = f"{name}_{abs(hash(str(resolved))):x}"
+    return load_file_as(path, name)
+
+
+def _load_module(name: str) -> ModuleType:
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"importing {name} failed: {error}", where=_raised_at(error)
+            ) from error
+        raise InputError(
+            f"no module {name!r}",
+            expected=_FORMS,
+            fix="for a file, write its name with .py: file.py:function",
+        ) from None
+    except Exception as error:
+        raise InputError(
+            f"importing {name} failed: {type(error).__name__}: {error}", where=_raised_at(error)
+        ) from error
+
+
+def _raised_at(error: BaseException) -> str | None:
+    trace = error.__traceback__
+    if trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
