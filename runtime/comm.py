@@ -260,9 +260,10 @@ class SoloCommunicator(Communicator):
         for ranks in groups:
             self._alone(ranks)
 
-    def _never(self, *_: Any) -> Any:
+    def _nothing_moves(self, *_: Any) -> Any:
         raise AssertionError("a group of one moves nothing")
 
+    _never: Any = _nothing_moves
     _all_reduce = _all_reduce_start = _all_gather = _never
     _reduce_scatter = _all_to_all = _broadcast = _never
 

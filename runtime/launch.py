@@ -162,7 +162,7 @@ class LocalRanks:
                     ) from None
                 continue
             rank: int = pickle.loads(connection.recv_bytes())
-            connections[rank] = connection  # type: ignore[assignment]
+            connections[rank] = connection
         self._connections = [connections[rank] for rank in range(self.count)]
 
     def _receive_port(self) -> int:

@@ -121,7 +121,9 @@ def _join(
     torch.set_num_threads(threads)
     timeout = datetime.timedelta(seconds=timeout_s)
     port: int = pickle.loads(connection.recv_bytes())
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined] # public, but not in __all__
+        "127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False
+    )
     if rank == 0:
         connection.send_bytes(pickle.dumps(store.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

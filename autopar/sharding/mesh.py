@@ -37,7 +37,7 @@ class Mesh:
                 raise PlanError(
                     f"mesh axis {name!r} is given twice", expected="every axis name once"
                 )
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise PlanError(
                     f"mesh axis {name!r} has size {size!r}", expected="a whole number from 1"
                 )
