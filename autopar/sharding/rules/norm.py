@@ -1,0 +1,74 @@
+"""Normalisations. Statistics over split letters are combined by the special lowering."""
+
+from __future__ import annotations
+
+from autopar.sharding.grammar import Entry
+from autopar.sharding.rule import OpRule
+from autopar.sharding.rules.call import Call, family
+from autopar.sharding.rules.pointwise import aten
+
+
+def _affine(weight: int | None, bias: int | None) -> list[set[int]]:
+    """Normalised input * weight + bias is linear in both together, given a weight."""
+    return [] if weight is None else [{weight} | ({bias} if bias is not None else set())]
+
+
+@family(aten("layer_norm native_layer_norm rms_norm _fused_rms_norm"))
+def _layer_norm(call: Call) -> OpRule:
+    """Leading dims pass; the normalised ones need sums over the ranks."""
+    ndim = call.operands[0].ndim
+    shape = call.arg(1, "normalized_shape")
+    count = len(shape) if isinstance(shape, tuple) else 1
+    names = [f"d{d}" + ("~=" if d >= ndim - count else "") for d in range(ndim)]
+    weight, bias = call.slot(2, "weight"), call.slot(3, "bias")
+    operands: dict[int, list[Entry]] = {0: list(names)}
+    for slot in (weight, bias):
+        if slot is not None:
+            operands[slot] = list(names[ndim - count :])
+    outputs: list[list[Entry]] = [
+        [n if spec.shape[d] != 1 else None for d, n in enumerate(names)] for spec in call.outputs
+    ]
+    return call.build(operands, outputs, linear=_affine(weight, bias))
+
+
+@family(aten("group_norm"))
+def _group_norm(call: Call) -> OpRule:
+    """Channels are ``(g c)`` with g groups."""
+    groups = call.int_arg(1, "num_groups", 1)
+    shape = call.operands[0].shape
+    weight, bias = call.slot(2, "weight"), call.slot(3, "bias")
+    channels: Entry = ("g~", "c~")
+    full: list[Entry] = ["n", channels, *(f"s{d}~" for d in range(len(shape) - 2))]
+    operands: dict[int, list[Entry]] = {0: full}
+    for slot in (weight, bias):
+        if slot is not None:
+            operands[slot] = [channels]
+    return call.build(
+        operands,
+        [full],
+        sizes={"g": groups, "c": shape[1] // groups},
+        linear=_affine(weight, bias),
+        hints={"n": ("batch", 2), "g": ("groups", 1), "c": ("channels", 2)},
+    )
+
+
+@family("autopar.batch_norm.default aten.batch_norm.default aten.instance_norm.default")
+def _batch_norm(call: Call) -> OpRule | None:
+    """Statistics over the global batch; running statistics stay replicated."""
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    slots = [call.slot(i, name) for i, name in enumerate(names)]
+    ndim = call.operands[0].ndim
+    instance = call.node.op == "aten.instance_norm.default"
+    training = bool(call.arg(5, "training", False))
+    if call.node.op != "autopar.batch_norm.default" and training and slots[3] is not None:
+        return None  # updates its running statistics in place
+    flags = "~=" if training or len(call.outputs) > 1 else ""
+    full: list[Entry] = ["n" if instance else f"n{flags}", "c"]
+    full = [*full, *(f"s{d}{flags}" for d in range(ndim - 2))]
+    operands: dict[int, list[Entry]] = {0: full}
+    operands.update({slot: ["c"] for slot in slots[1:] if slot is not None})
+    outputs: list[list[Entry]] = [full, *(["c"] for _ in call.outputs[1:])]
+    # With running statistics as results the op is linear in no operand alone.
+    linear = _affine(slots[1], slots[2]) if len(call.outputs) == 1 else []
+    hints = {"n": ("batch", 3), "c": ("channels", 2)}
+    return call.build(operands, outputs, linear=linear, hints=hints)
