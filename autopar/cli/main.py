@@ -1,0 +1,107 @@
+"""``autopar``: one file per command, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import autopar
+from autopar.errors import AutoparError
+
+COMMANDS = {
+    "quickstart": "plan, verify and train a small GPT on real text on local CPU ranks",
+    "plan": "choose how to shard a model over a cluster",
+    "show": "print a plan",
+    "verify": "run sharded on local ranks beside one device, and compare everything",
+    "run": "start a script on several local ranks",
+}
+_EXITS = "exit codes: 0 yes, 1 no (not equal, infeasible), 2 bad input, 3 an error in autopar"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Words after ``autopar``; those of the process by default.
+
+    Returns:
+        The exit code: 0 yes, 1 no, 2 bad input, 3 an error in autopar itself.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _top_parser()
+    if not words or words[0] not in COMMANDS:
+        parser.parse_args(words)  # --help, --version and unknown commands end here
+        parser.print_help()
+        return 2
+    command = importlib.import_module(f"autopar.cli.{words[0]}")
+    own = argparse.ArgumentParser(
+        prog=f"autopar {words[0]}",
+        description=command.__doc__,
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(own)
+    options = own.parse_args(words[1:])
+    return _run(command.run, options)
+
+
+def _run(function: object, options: argparse.Namespace) -> int:
+    assert callable(function), function
+    try:
+        code: int = function(options)
+        sys.stdout.flush()
+        return code
+    except AutoparError as error:
+        if getattr(options, "json", False):
+            print(json.dumps({"error": describe_error(error)}, indent=2))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print(
+            "This is an error in autopar; please report it with the lines above.", file=sys.stderr
+        )
+        return 3
+
+
+def describe_error(error: AutoparError) -> dict[str, str | None]:
+    """The parts of an error, as ``--json`` prints them."""
+    return {
+        "type": type(error).__name__,
+        "what": error.what,
+        "where": error.where,
+        "expected": error.expected,
+        "fix": error.fix,
+    }
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        usage="autopar [-h] [--version] COMMAND ...",
+        description="A compiler whose output is a training run.",
+        epilog=f"commands:\n{listing}\n\n`autopar COMMAND --help` says more.\n{_EXITS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

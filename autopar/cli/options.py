@@ -1,0 +1,91 @@
+"""Options that several commands share, and their meaning."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.sharding.mesh import Mesh
+
+MODEL_HELP = (
+    "file.py:function or package.module:function; the function returns (model, args, kwargs) or a "
+    "dict with model, args, kwargs and loss_fn"
+)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """What steers a plan: ``--cluster --mesh --strategy --constraints --strict``."""
+    parser.add_argument(
+        "--cluster",
+        metavar="C",
+        help='such as "8x8xH100-SXM", "4xcpu" or a YAML file (default: local CPU ranks)',
+    )
+    parser.add_argument("--mesh", metavar="AXES", help='axes and sizes, such as "dp=2,tp=2"')
+    parser.add_argument(
+        "--strategy", metavar="NAME", help="a named strategy, such as ddp or megatron"
+    )
+    parser.add_argument(
+        "--constraints",
+        metavar="FILE",
+        help="JSON or YAML file, or JSON text: factor to mesh axis",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse operators that have no sharding rule"
+    )
+
+
+def read_choices(options: argparse.Namespace) -> tuple[ClusterSpec, dict[str, Any]]:
+    """The cluster, and the keyword arguments for `autopar.plan` that `add_choices` stands for.
+
+    Raises:
+        AutoparError: If an option cannot be read.
+    """
+    mesh = Mesh.parse(options.mesh) if options.mesh else None
+    if options.cluster is None:
+        cluster = ClusterSpec.local(mesh.size if mesh else 4)
+    elif options.cluster.endswith((".yaml", ".yml", ".json")):
+        cluster = ClusterSpec.load(options.cluster)
+    else:
+        cluster = ClusterSpec.parse(options.cluster)
+    if options.strategy and options.constraints:
+        raise InputError("--strategy and --constraints are both given", expected="one of them")
+    constraints = options.strategy
+    if options.constraints:
+        constraints = _read_constraints(options.constraints)
+    return cluster, {"mesh": mesh, "constraints": constraints, "strict": options.strict}
+
+
+def _read_constraints(text: str) -> dict[str, Any]:
+    where = "--constraints"
+    try:
+        if text.lstrip().startswith("{"):
+            value = json.loads(text)
+        else:
+            where = text
+            content = Path(text).read_text(encoding="utf-8")
+            if text.endswith((".yaml", ".yml")):
+                import yaml
+
+                value = yaml.safe_load(content)
+            else:
+                value = json.loads(content)
+    except OSError as error:
+        raise InputError(f"cannot read constraints {text!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"constraints are no JSON: {error}", where=where) from None
+    if not isinstance(value, dict):
+        raise InputError(
+            f"constraints are a {type(value).__name__}",
+            expected='an object such as {"heads": "tp", "batch": "dp"}',
+            where=where,
+        )
+    return value
