@@ -1,0 +1,1 @@
+"""Everything that touches torch at run time: lowering, collectives, launching, training."""
