@@ -1,0 +1,1 @@
+"""Hardware, and what choices cost on it."""
