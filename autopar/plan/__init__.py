@@ -1,0 +1,1 @@
+"""The plan: choices, predictions and their file form."""
