@@ -1,0 +1,1 @@
+"""The frozen, torch-free graph and its passes."""
