@@ -1,0 +1,1 @@
+"""What every dim is, and how each operator may be split."""
