@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar, final
 
 import torch
@@ -58,6 +58,7 @@ class Communicator(abc.ABC):
         traffic: Bytes this rank sends, by kind of collective, as theory has it: ``2(N-1)/N`` of
             the tensor for an all-reduce, ``(N-1)/N`` of the whole for gather and reduce-scatter,
             what leaves the rank for all-to-all. `take_traffic` reads and clears it.
+        report: Tells a picklable value, such as progress, to whoever started the ranks.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -65,6 +66,7 @@ class Communicator(abc.ABC):
         self.world_size = world_size
         self.device = device
         self.traffic: dict[str, int] = {}
+        self.report: Callable[[object], None] = _report_to_nobody
         self._checked: set[Ranks] = set()
 
     @final
@@ -266,6 +268,10 @@ class SoloCommunicator(Communicator):
     _never: Any = _nothing_moves
     _all_reduce = _all_reduce_start = _all_gather = _never
     _reduce_scatter = _all_to_all = _broadcast = _never
+
+
+def _report_to_nobody(value: object) -> None:
+    """Ranks that nobody started have nobody to tell."""
 
 
 # Reductions of bool run on bytes: backends and torch.sum disagree on what a sum of bools is.

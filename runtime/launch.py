@@ -67,13 +67,19 @@ class LocalRanks:
         if getattr(self, "_processes", None):
             self.close()
 
-    def run(self, function: str | Callable[..., Any], *args: Any) -> list[Any]:
+    def run(
+        self,
+        function: str | Callable[..., Any],
+        *args: Any,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
         """Run ``function(communicator, *args)`` on every rank.
 
         Args:
             function: ``"package.module:function"``, ``"file.py:function"``, or a function defined
                 at the top level of a module or script.
             args: Picklable arguments, copied to every rank.
+            on_report: Called with the rank and the value of each ``communicator.report(value)``.
 
         Returns:
             The results, in rank order.
@@ -89,7 +95,7 @@ class LocalRanks:
         try:
             for connection in self._connections:
                 connection.send_bytes(message)
-            answers = self._collect(self.timeout_s)
+            answers = self._collect(on_report)
         except BaseException:
             self.close()
             raise
@@ -180,11 +186,11 @@ class LocalRanks:
             if process.poll() is not None:
                 raise RankError(f"rank {rank} died {when}: {_cause(process.returncode)}")
 
-    def _collect(self, timeout_s: float) -> dict[int, Any]:
+    def _collect(self, on_report: Callable[[int, Any], None] | None) -> dict[int, Any]:
         """Answers by rank; after the first failure only those that come within the grace."""
         waiting = dict(zip(self._connections, range(self.count), strict=True))
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.timeout_s
         failing = False
         while waiting:
             ready = mpc.wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -192,15 +198,21 @@ class LocalRanks:
                 if failing:
                     return answers
                 raise RankError(
-                    f"ranks {sorted(waiting.values())} did not answer within {timeout_s:g} s",
+                    f"ranks {sorted(waiting.values())} did not answer within {self.timeout_s:g} s",
                     fix="raise timeout_s if the work is long; else look for a rank that skips a "
                     "collective",
                 )
             for connection in ready:
                 assert isinstance(connection, mpc.Connection), connection
-                rank = waiting.pop(connection)
-                answers[rank] = self._receive(connection, rank)
-                if answers[rank][0] != "ok" and not failing:
+                rank = waiting[connection]
+                answer = self._receive(connection, rank)
+                if answer[0] == "report":
+                    if on_report is not None:
+                        on_report(rank, answer[1])
+                    continue
+                del waiting[connection]
+                answers[rank] = answer
+                if answer[0] != "ok" and not failing:
                     failing = True
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         return answers

@@ -1,8 +1,9 @@
 """One local rank: a process that runs the functions its `LocalRanks` sends.
 
-Protocol, one pickle per message. The pool sends ``("join", port)`` once and rank 0 answers with
-the port it listens on; then ``("run", task)`` any number of times, answered by ``("ok", result)``
-or ``("error", error or None, text)``. End of file means: stop.
+Protocol, one pickle per message. The pool sends a port once, 0 to rank 0, which answers with the
+port it listens on; then any number of `Task`s, each answered by any number of
+``("report", value)`` and one of ``("ok", result)`` or ``("error", error or None, what,
+traceback)``. End of file means: stop.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def serve(rank: int, world_size: int, address: str, threads: int, timeout_s: flo
     connection.send_bytes(pickle.dumps(rank))
     try:
         communicator = _join(connection, rank, world_size, threads, timeout_s)
+        communicator.report = lambda value: connection.send_bytes(pickle.dumps(("report", value)))
         while True:
             task: Task = pickle.loads(connection.recv_bytes())
             connection.send_bytes(_answer(task, communicator))

@@ -257,6 +257,13 @@ def process_id(comm: Communicator) -> int:
     return os.getpid()
 
 
+def report_twice(comm: Communicator) -> str:
+    comm.report(10 * comm.rank)
+    comm.barrier()
+    comm.report(10 * comm.rank + 1)
+    return "done"
+
+
 class OwnModule(torch.nn.Linear):
     """Defined here, so workers must import this very file to unpickle it."""
 
@@ -279,6 +286,15 @@ def test_pool_runs_functions_by_name_and_object(ranks2: LocalRanks):
     assert ranks2.run(module_name, OwnModule(2, 2)) == ["OwnModule"] * 2
     target = f"{__file__}:process_id"
     assert ranks2.run(target) == ranks2.run(process_id)
+
+
+@pytest.mark.distributed
+def test_ranks_report_while_they_run(ranks2: LocalRanks):
+    heard: list[tuple[int, int]] = []
+    results = ranks2.run(report_twice, on_report=lambda rank, value: heard.append((rank, value)))
+    assert results == ["done"] * 2
+    assert sorted(heard) == [(0, 0), (0, 1), (1, 10), (1, 11)]
+    assert ranks2.run(report_twice) == ["done"] * 2
 
 
 @pytest.mark.distributed
