@@ -71,4 +71,6 @@ def _batch_norm(call: Call) -> OpRule | None:
     # With running statistics as results the op is linear in no operand alone.
     linear = _affine(slots[1], slots[2]) if len(call.outputs) == 1 else []
     hints = {"n": ("batch", 3), "c": ("channels", 2)}
-    return call.build(operands, outputs, linear=linear, hints=hints)
+    # Not an operator of torch: it always runs through its lowering.
+    own = call.node.op == "autopar.batch_norm.default"
+    return call.build(operands, outputs, linear=linear, hints=hints, special=own)

@@ -1,0 +1,24 @@
+"""Special lowerings: what an op does when a letter is split where algebra ends.
+
+Each function takes a `SpecialCall` and the local operands and gives the local results.
+"""
+
+from autopar.runtime.special import (  # noqa: F401  (imported to register)
+    attention,
+    embedding,
+    losses,
+    norm,
+    position,
+    random,
+    reduction,
+)
+from autopar.runtime.special.base import (
+    SPECIALS,
+    Axes,
+    LetterSplit,
+    SpecialCall,
+    special,
+    special_for,
+)
+
+__all__ = ["SPECIALS", "Axes", "LetterSplit", "SpecialCall", "special", "special_for"]
