@@ -20,5 +20,16 @@ from autopar.runtime.special.base import (
     special,
     special_for,
 )
+from autopar.runtime.special.bind import bind_special, get_seed, set_seed
 
-__all__ = ["SPECIALS", "Axes", "LetterSplit", "SpecialCall", "special", "special_for"]
+__all__ = [
+    "SPECIALS",
+    "Axes",
+    "LetterSplit",
+    "SpecialCall",
+    "bind_special",
+    "get_seed",
+    "set_seed",
+    "special",
+    "special_for",
+]

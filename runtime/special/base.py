@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Node, Ref, TensorSpec, Token
 from autopar.registry import Registry
 from autopar.runtime.operators import constant, resolve
+from autopar.sharding.choices import CallPlacement
 from autopar.sharding.rule import Letter, OpRule
 
 AxisIds = tuple[int, ...]
@@ -77,6 +78,7 @@ class SpecialCall:
         operands: Global specs of ``node.operands``.
         outputs: Global specs of ``node.outputs``.
         splits: Every split factor of every letter of the call.
+        placement: Pairs of the operands and outputs.
         axes: Collectives.
         seed: Gives the seed of the step, a number or a 0-dim int64 tensor.
     """
@@ -86,6 +88,7 @@ class SpecialCall:
     operands: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     splits: tuple[LetterSplit, ...]
+    placement: CallPlacement
     axes: Axes
     seed: Callable[[], int | Tensor]
 

@@ -108,9 +108,7 @@ class _Classes:
         return working(vector).view(-1, *(1,) * trailing)
 
 
-def _labels(
-    parts: _Classes, target: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _labels(parts: _Classes, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Cost of every sample, and what each counts in a mean."""
     call, axes = parts.call, parts.axes
     valid = target != int(call.number(4, "ignore_index", -100))

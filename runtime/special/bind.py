@@ -1,0 +1,140 @@
+"""From a planned call to a `SpecialCall` on this rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from autopar.graph.ir import Node, TensorSpec
+from autopar.runtime.reshard import MeshContext
+from autopar.runtime.special.base import Axes, AxisIds, LetterSplit, SpecialCall, special_for
+from autopar.sharding.choices import CallPlacement, Choices
+from autopar.sharding.rule import OpRule
+
+
+class _Seed(threading.local):
+    """The seed of the running step; per thread, because ranks may be threads."""
+
+    value: int | Tensor = 0
+
+
+_SEED = _Seed()
+
+
+def set_seed(seed: int | Tensor) -> None:
+    """Set the seed of all random ops this rank runs from now on, once per step."""
+    _SEED.value = seed
+
+
+def get_seed() -> int | Tensor:
+    """The seed of the running step."""
+    return _SEED.value
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.reduce = reduce
+        return reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.reduce(gradients[0]), None
+
+
+class _Complete(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        return reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@final
+class MeshAxes(Axes):
+    """Collectives among the ranks that differ along some axes of a mesh."""
+
+    def __init__(self, context: MeshContext) -> None:
+        self._context = context
+
+    def total(self, tensor: Tensor, axes: AxisIds) -> Tensor:
+        """See `Axes.total`."""
+        return self._apply(_Total, tensor, axes)
+
+    def complete(self, tensor: Tensor, axes: AxisIds) -> Tensor:
+        """See `Axes.complete`."""
+        return self._apply(_Complete, tensor, axes)
+
+    def maximum(self, tensor: Tensor, axes: AxisIds) -> Tensor:
+        """See `Axes.maximum`."""
+        if not axes:
+            return tensor
+        return self._context.comm.all_reduce(tensor.detach(), self._context.ranks(axes), "max")
+
+    def _apply(self, function: Any, tensor: Tensor, axes: AxisIds) -> Tensor:
+        if not axes:
+            return tensor
+        comm, ranks = self._context.comm, self._context.ranks(axes)
+        result: Tensor = function.apply(tensor, lambda value: comm.all_reduce(value, ranks))
+        return result
+
+
+def bind_special(
+    node: Node,
+    rule: OpRule,
+    choices: Choices,
+    placement: CallPlacement,
+    spec: Callable[[str], TensorSpec],
+    context: MeshContext,
+) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """The special lowering of a call as a function of this rank's local operands.
+
+    Args:
+        node: The call.
+        rule: Its rule.
+        choices: What it does along every mesh axis.
+        placement: Pairs of its operands and outputs, as the choices fix them.
+        spec: Global specs of values by name.
+        context: The mesh as this rank sees it.
+
+    Returns:
+        A function of the local operands, one per slot, that gives the local result, or a tuple
+        of them for an op with several outputs.
+    """
+    units = dict.fromkeys(choice.unit for choice in choices if choice.unit is not None)
+    splits = []
+    for unit in units:
+        axes = tuple(axis for axis, choice in enumerate(choices) if choice.unit == unit)
+        start, length = context.grid.extent(unit.size, axes)
+        splits.append(
+            LetterSplit(
+                letter=unit.letter,
+                stride=unit.stride,
+                size=unit.size,
+                axes=axes,
+                start=start,
+                length=length,
+            )
+        )
+    call = SpecialCall(
+        node=node,
+        rule=rule,
+        operands=tuple(spec(name) for name in node.operands),
+        outputs=tuple(value.spec for value in node.outputs),
+        splits=tuple(splits),
+        placement=placement,
+        axes=MeshAxes(context),
+        seed=get_seed,
+    )
+    function = special_for(node.op)
+
+    def lowered(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return function(call, *operands)
+
+    return lowered
