@@ -41,7 +41,8 @@ class ClusterSpec:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ClusterError(f"{name} is {value!r}", expected="a whole number from 1")
-        if not isinstance(self.device, str) or not re.fullmatch(r"[A-Za-z][\w.\-]*", self.device):
+        device: object = self.device
+        if not isinstance(device, str) or not re.fullmatch(r"[A-Za-z][\w.\-]*", device):
             raise ClusterError(
                 f"device is {self.device!r}", expected='the name of a device, e.g. "H100-SXM"'
             )

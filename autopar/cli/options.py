@@ -64,6 +64,18 @@ def read_choices(options: argparse.Namespace) -> tuple[ClusterSpec, dict[str, An
     return cluster, {"mesh": mesh, "constraints": constraints, "strict": options.strict}
 
 
+def check_writable(path: str) -> None:
+    """Refuse an output file whose folder does not exist, before the work is done.
+
+    Raises:
+        InputError: If `path` is a folder, or lies in none.
+    """
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"is in no folder: no {str(target.parent)!r}"
+        raise InputError(f"output {path!r} {what}", expected="a file in an existing folder")
+
+
 def _read_constraints(text: str) -> dict[str, Any]:
     where = "--constraints"
     try:

@@ -1,0 +1,32 @@
+"""Plan for a cluster you do not have: no process group, no GPU, no memory for the model.
+
+python examples/plan_only.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+import autopar
+from autopar.runtime.tiny_gpt import GPT, GPTConfig
+
+
+def main() -> None:
+    """Plan a GPT of 1.3 billion parameters for 64 GPUs."""
+    with torch.device("meta"):
+        config = GPTConfig(vocabulary=50304, context=2048, layers=24, heads=16, width=2048)
+        model = GPT(config)
+        tokens = torch.empty(512, 2048, dtype=torch.int64)
+    plan = autopar.plan(
+        model,
+        autopar.ClusterSpec.parse("8x8xH100-SXM"),
+        (tokens, tokens),
+        {},
+        mesh="dp=8,tp=8",
+        constraints="megatron",
+    )
+    print(plan.summary())
+
+
+if __name__ == "__main__":
+    main()
