@@ -1,0 +1,98 @@
+"""The private corners of torch that tracing needs, in one place.
+
+Each has a public or slower way around, taken when a torch release lacks the private name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+import torch.utils.checkpoint
+
+LIBRARY = torch.library.Library("autopar", "DEF")
+LIBRARY.define("enter(Tensor[] inputs, str key) -> ()")
+LIBRARY.define("leave(Tensor[] outputs, str key) -> ()")
+LIBRARY.define("repeat(Tensor[] inputs, str key) -> Tensor[]")
+LIBRARY.define("custom_function(Tensor[] inputs, str key) -> Tensor[]")
+# Markers have no results; without this, export's clean-up would take them for dead code.
+for _name in ("enter", "leave"):
+    torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` replaced for a while; absent again afterwards if it was absent."""
+    space = vars(owner)
+    had, old = name in space, space.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def plain_checkpoints(seen: Callable[[], None]) -> Iterator[None]:
+    """Activation checkpointing runs as a plain call; `seen` is called once per region."""
+
+    def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        seen()
+        yield
+
+    def plain_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for name in ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check",
+                     "debug", "early_stop"):  # fmt: skip
+            kwargs.pop(name, None)
+        seen()
+        return function(*args, **kwargs)
+
+    module = torch.utils.checkpoint
+    inner = "_checkpoint_without_reentrant_generator"
+    with contextlib.ExitStack() as stack:
+        if hasattr(module, inner):
+            stack.enter_context(patched(module, inner, plain_generator))
+        else:
+            stack.enter_context(patched(module, "checkpoint", plain_checkpoint))
+        yield
+
+
+@contextlib.contextmanager
+def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls of custom autograd functions go to ``handle(cls, run, *args)``.
+
+    ``run(*args)`` is the plain ``cls.apply``.
+    """
+    base = next(
+        (
+            kind
+            for kind in torch.autograd.Function.__mro__[1:]
+            if kind.__module__ == "torch.autograd.function"
+        ),
+        None,
+    )
+    if base is None:
+        base = torch.autograd.Function
+        original = base.apply.__func__  # type: ignore[attr-defined]
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return handle(cls, lambda *a: original(cls, *a, **kwargs), *args)
+    else:
+
+        def apply(cls: type, *args: Any) -> Any:
+            return handle(cls, super(base, cls).apply, *args)
+
+    with patched(base, "apply", classmethod(apply)):
+        yield
+
+
+def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """The training IR of `module` on `inputs`, with gradients enabled."""
+    with torch.enable_grad():
+        return torch.export.export(module, inputs, strict=False)

@@ -1,0 +1,420 @@
+"""Repeated layers traced once.
+
+While the model is exported, the first two members and the last of each group of alike modules
+run as usual between two markers; every other call becomes one opaque operator with results like
+those recorded. Afterwards `expand` compares the bodies between markers and replaces each opaque
+call by a copy of the body with that member's parameters. Whatever casts doubt on the likeness
+raises `Regroup`, and the model is traced again without that group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.graph.ir import Graph, Node, Ref, Value, map_refs
+from autopar.graph.mutations import is_inplace
+from autopar.trace.compat import patched
+from autopar.trace.grouping import Group
+from autopar.trace.guards import PLAIN
+
+
+class Regroup(Exception):
+    """A group whose members cannot be taken for one another.
+
+    Args:
+        group: Name of the group.
+        reason: Why, for people.
+    """
+
+    def __init__(self, group: str, reason: str) -> None:
+        super().__init__(f"{group}: {reason}")
+        self.group, self.reason = group, reason
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """Calls of one group with one kind of input."""
+
+    group: Group
+    number: int
+    inline: int = 0
+    leaves: list[Any] = field(default_factory=list)
+    metas: list[tuple[Any, ...]] = field(default_factory=list)
+    spec: Any = None
+
+
+def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+
+class Repeater:
+    """Patches the members of groups for the time of one export."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        self.records: dict[Any, _Record] = {}
+        self.numbered: list[_Record] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls of members go through the repeater."""
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                for index, module in enumerate(group.modules):
+                    forward = self._forward(group, index, module.forward)
+                    stack.enter_context(patched(module, "forward", forward))
+            yield
+
+    def _forward(
+        self, group: Group, index: int, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(group, index, original, args, kwargs)
+
+        return forward
+
+    def _call(
+        self, group: Group, index: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+            return original(*args, **kwargs)
+        first: dict[int, int] = {}
+        signature = (
+            group.name,
+            repr(spec),
+            tuple(
+                (first.setdefault(id(leaf), place), _meta(leaf))
+                if isinstance(leaf, torch.Tensor)
+                else (type(leaf), leaf)
+                for place, leaf in enumerate(leaves)
+            ),
+            torch.is_grad_enabled(),
+            tuple(_autocast(device) for device in ("cpu", "cuda")),
+        )
+        record = self.records.get(signature)
+        if record is None:
+            record = self.records[signature] = _Record(group=group, number=len(self.numbered))
+            self.numbered.append(record)
+        key = f"{record.number}:{index}"
+        if record.inline < 2 or index == len(group.modules) - 1:
+            return self._inline(record, index, key, tensors, lambda: original(*args, **kwargs))
+        made = iter(torch.ops.autopar.repeat(tensors, key))
+        filled = [next(made) if isinstance(x, torch.Tensor) else x for x in record.leaves]
+        return pytree.tree_unflatten(filled, record.spec)
+
+    def _inline(
+        self,
+        record: _Record,
+        index: int,
+        key: str,
+        tensors: list[torch.Tensor],
+        run: Callable[[], Any],
+    ) -> Any:
+        group = record.group
+        module = group.modules[index]
+        before = _state(module)
+        torch.ops.autopar.enter(tensors, key)
+        with _watched(group, module):
+            result = run()
+        leaves, spec = pytree.tree_flatten(result)
+        if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+            raise Regroup(group.name, "returns an object that is no tree of tensors")
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        torch.ops.autopar.leave(results, key)
+        if _state(module) != before:
+            raise Regroup(group.name, "forward changes Python attributes")
+        metas = [_meta(leaf) for leaf in results]
+        values = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        if record.inline:
+            same = metas == record.metas and spec == record.spec
+            known = [None if isinstance(x, torch.Tensor) else x for x in record.leaves]
+            if not same or values != known:
+                raise Regroup(group.name, "members return different results")
+        record.inline += 1
+        record.leaves, record.metas, record.spec = leaves, metas, spec
+        return result
+
+    def fake(self, key: str) -> list[torch.Tensor]:
+        """Results of the opaque call `key`."""
+        record = self.numbered[int(key.split(":")[0])]
+        return [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype, device in record.metas
+        ]
+
+
+def _autocast(device: str) -> Any:
+    if not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _state(module: nn.Module) -> list[Any]:
+    """Plain attributes of a module and its children, to see whether a call changes them."""
+    state: list[Any] = []
+    for child in module.modules():
+        for name, value in child.__dict__.items():
+            if name.startswith("_") and name.endswith(("hooks", "_modules", "_parameters")):
+                continue
+            if isinstance(value, PLAIN):
+                state.append((name, value))
+            elif isinstance(value, list | dict | set):
+                state.append((name, id(value), len(value)))
+            else:
+                state.append((name, id(value)))
+    return state
+
+
+@contextlib.contextmanager
+def _watched(group: Group, module: nn.Module) -> Iterator[None]:
+    """Reading an index attribute of `module` or its children raises `Regroup`."""
+    by_path: dict[str, list[str]] = {}
+    for path, name in group.indexed:
+        by_path.setdefault(path, []).append(name)
+    changed = []
+    try:
+        children = dict(module.named_modules()) if by_path else {}
+        for path, names in by_path.items():
+            child = children[path]
+            kind = type(child)
+            space: dict[str, Any] = {n: _watch(group, n) for n in names}
+            space |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            child.__class__ = type(kind.__name__, (kind,), space)
+            changed.append((child, kind))
+        yield
+    finally:
+        for child, kind in changed:
+            child.__class__ = kind
+
+
+def _watch(group: Group, name: str) -> property:
+    def read(_: Any) -> Any:
+        raise Regroup(group.name, f"forward reads {name}, which differs between members")
+
+    def write(_: Any, value: Any) -> None:
+        raise Regroup(group.name, f"forward writes {name}, which differs between members")
+
+    return property(read, write)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """The nodes between two markers."""
+
+    path: str
+    index: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+
+
+class _Expander:
+    def __init__(self, graph: Graph, copies: set[str], repeater: Repeater, state: Any) -> None:
+        self.graph, self.copies, self.repeater = graph, copies, repeater
+        self.state = state
+        self.nodes: list[Node] = []
+        self.rename: dict[str, str] = {}
+        self.internal: dict[str, str] = {}
+        self.bodies: dict[int, _Body] = {}
+        self.counter = 0
+
+    def run(self) -> Graph:
+        open_bodies: list[tuple[int, tuple[str, ...]]] = []
+        for node in self.graph.nodes:
+            if self.rename:
+                node = _renamed(node, self.rename)
+            if node.op == "autopar.enter.default":
+                self._check(node.operands)
+                open_bodies.append((len(self.nodes), node.operands))
+            elif node.op == "autopar.leave.default":
+                start, inputs = open_bodies.pop()
+                self._close(node, start, inputs)
+            elif node.op == "autopar.repeat.default":
+                self._check(node.operands)
+                self._repeat(node)
+            else:
+                self._check(node.operands)
+                self.nodes.append(node)
+        outputs = []
+        for item in self.graph.outputs:
+            if item.value is not None:
+                name = self.rename.get(item.value, item.value)
+                self._check((name,))
+                item = replace(item, value=name)
+            outputs.append(item)
+        return Graph(inputs=self.graph.inputs, nodes=tuple(self.nodes), outputs=tuple(outputs))
+
+    def _check(self, names: tuple[str, ...]) -> None:
+        """No value made inside a closed body is used outside, other than its results."""
+        internal = self.internal
+        for name in names:
+            if name in internal:
+                raise Regroup(internal[name], "a value made inside is used outside")
+
+    def _record(self, node: Node) -> tuple[_Record, int]:
+        number, index = map(int, str(node.args[1]).split(":"))
+        return self.repeater.numbered[number], index
+
+    def _close(self, node: Node, start: int, inputs: tuple[str, ...]) -> None:
+        record, index = self._record(node)
+        group = record.group
+        body = _Body(
+            path=group.paths[index],
+            index=index,
+            inputs=inputs,
+            outputs=node.operands,
+            nodes=tuple(self.nodes[start:]),
+        )
+        made = {value.name for item in body.nodes for value in item.outputs}
+        results = set(body.outputs)
+        for item in body.nodes:
+            target = item.operands[0] if is_inplace(item.op) else None
+            for value in item.outputs:
+                if target is not None:
+                    target = self.rename.get(target, target)
+                    if target not in made:
+                        self.rename[value.name] = target
+                        continue
+                if value.name not in results:
+                    self.internal[value.name] = group.name
+        known = self.bodies.get(record.number)
+        if known is None:
+            self.bodies[record.number] = body
+        else:
+            self._compare(known, body, group)
+            if body.index == known.index + 1 or known.index == 0:
+                self.bodies[record.number] = body
+
+    def _parameters(self, group: Group, source: int, target: int) -> dict[str, str]:
+        """Value names of the parameters of one member to those of another."""
+        mapping: dict[str, str] = {}
+        first, second = self.state(group.modules[source]), self.state(group.modules[target])
+        for suffix, name in first.items():
+            other = second.get(suffix)
+            if other is None or mapping.setdefault(name, other) != other:
+                raise Regroup(group.name, "members share parameters in different ways")
+        return mapping
+
+    def _compare(self, first: _Body, second: _Body, group: Group) -> None:
+        """Refuse bodies that differ in more than names."""
+        mapping = self._parameters(group, first.index, second.index)
+        mapping.update(zip(first.inputs, second.inputs, strict=True))
+        if len(first.nodes) != len(second.nodes):
+            raise Regroup(group.name, "members run different operators")
+        for a, b in zip(first.nodes, second.nodes, strict=True):
+            mapped = _renamed(a, mapping)
+            alike = (
+                a.op == b.op
+                and _key(mapped.args) == _key(b.args)
+                and _key(mapped.kwargs) == _key(b.kwargs)
+                and a.context == b.context
+                and _relative(a.module, first.path) == _relative(b.module, second.path)
+                and [v.spec for v in a.outputs] == [v.spec for v in b.outputs]
+                and (a.name in self.copies) == (b.name in self.copies)
+            )
+            if not alike:
+                raise Regroup(group.name, f"members differ at {a.op} ({b.source})")
+            mapping.update(
+                (x.name, y.name) for x, y in zip(a.outputs, b.outputs, strict=True)
+            )
+        if tuple(mapping.get(name, name) for name in first.outputs) != second.outputs:
+            raise Regroup(group.name, "members return different values")
+
+    def _repeat(self, node: Node) -> None:
+        record, index = self._record(node)
+        body = self.bodies.get(record.number)
+        if body is None:
+            raise Regroup(record.group.name, "was not traced")
+        mapping = self._parameters(record.group, body.index, index)
+        mapping.update(zip(body.inputs, node.operands, strict=True))
+        path = record.group.paths[index]
+        modules: dict[str, str] = {}
+        for item in body.nodes:
+            module = modules.get(item.module)
+            if module is None:
+                tail = _relative(item.module, body.path)
+                module = item.module if tail.startswith("!") else path + tail
+                modules[item.module] = module
+            outputs = []
+            fresh = _renamed(item, mapping)
+            for value in item.outputs:
+                self.counter += 1
+                name = mapping[value.name] = f"r{self.counter}"
+                outputs.append(Value(name, value.spec))
+            if item.name in self.copies:
+                self.copies.add(mapping[item.name])
+            self.nodes.append(
+                Node(
+                    name=outputs[0].name if outputs else f"r{item.name}",
+                    op=item.op,
+                    args=fresh.args,
+                    kwargs=fresh.kwargs,
+                    outputs=tuple(outputs),
+                    module=module,
+                    source=item.source,
+                    context=item.context,
+                )
+            )
+        for value, name in zip(node.outputs, body.outputs, strict=True):
+            self.rename[value.name] = mapping.get(name, name)
+
+
+def _key(arg: Any) -> Any:
+    """Arguments in a form whose equality tells 1 from True and 1.0."""
+    if isinstance(arg, tuple):
+        return tuple(_key(item) for item in arg)
+    return arg if isinstance(arg, Ref) else (type(arg), repr(arg))
+
+
+def _relative(module: str, path: str) -> str:
+    if module == path or module.startswith(path + "."):
+        return module[len(path) :]
+    return "!" + module
+
+
+def _renamed(node: Node, names: dict[str, str]) -> Node:
+    if not any(name in names for name in node.operands):
+        return node
+
+    def now(ref: Ref) -> Ref:
+        name = names.get(ref.name)
+        return ref if name is None else Ref(name)
+
+    return replace(
+        node,
+        args=tuple(map_refs(arg, now) for arg in node.args),
+        kwargs=tuple((key, map_refs(arg, now)) for key, arg in node.kwargs),
+    )
+
+
+def expand(
+    graph: Graph,
+    copies: set[str],
+    repeater: Repeater,
+    state: Callable[[nn.Module], dict[str, str]],
+) -> Graph:
+    """`graph` with markers gone and opaque calls replaced by the bodies they stand for.
+
+    Args:
+        graph: Raw graph with markers and opaque calls.
+        copies: Results that do not alias; names of copied nodes are added.
+        repeater: What was recorded while tracing.
+        state: Value name of each parameter and buffer of a module, by path inside it.
+
+    Raises:
+        Regroup: Members of a group turn out to differ.
+    """
+    return _Expander(graph, copies, repeater, state).run()
+
+

@@ -1,0 +1,381 @@
+"""`trace`: a module and example inputs to a canonical graph."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.graph.canonical import canonicalise
+from autopar.graph.dce import remove_dead
+from autopar.graph.functional import functionalise
+from autopar.graph.ir import Graph, Output
+from autopar.graph.verify import verify
+from autopar.trace import compat
+from autopar.trace.capture import Capture, capture, convert
+from autopar.trace.custom import CustomFunction, CustomFunctions
+from autopar.trace.diagnose import explain
+from autopar.trace.grouping import find_groups
+from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
+from autopar.trace.repeat import Regroup, Repeater, expand
+
+LossFunction = Callable[..., torch.Tensor]
+LOSS_PATH = "loss_fn(...)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A model as a graph, with everything that ties it to the user's objects.
+
+    Attributes:
+        graph: Canonical, functional, without dead code.
+        parameters: FQN to the user's parameter, each once.
+        buffers: FQN to the user's buffer, each once.
+        aliases: Other FQNs of tied parameters and buffers to the FQN in the tables above.
+        constants: Key to tensor for the graph's constant inputs.
+        custom: Key to custom autograd function, for ``autopar.custom_function.<key>`` calls.
+        in_spec: Tree of ``(args, kwargs)``.
+        out_spec: Tree of the model's result; its leaves are the graph's user outputs in order.
+        loss: Name of the value that is the scalar loss, or None.
+        frozen: FQNs of the parameters that do not require a gradient.
+        guard: What the inputs were.
+        notes: What tracing changed or left out, one sentence each.
+    """
+
+    graph: Graph
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    custom: Mapping[str, CustomFunction]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    loss: str | None
+    frozen: tuple[str, ...]
+    guard: InputGuard
+    notes: tuple[str, ...] = ()
+
+    def flatten_inputs(
+        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[torch.Tensor]:
+        """The tensors of a call in the order of the graph's user inputs.
+
+        Raises:
+            InputError: An input differs from what the model was traced with.
+        """
+        return self.guard.flatten(args, kwargs or {})
+
+    def unflatten_outputs(self, values: list[Any]) -> Any:
+        """The model's result from its leaves (user outputs of the graph, in order)."""
+        return pytree.tree_unflatten(values[: self.out_spec.num_leaves], self.out_spec)
+
+
+@dataclass(slots=True)
+class _Session:
+    """State of one export; torch operators find it through `_SESSION`."""
+
+    repeater: Repeater
+    custom: CustomFunctions = field(default_factory=CustomFunctions)
+    outputs: list[Output] = field(default_factory=list)
+    out_spec: Any = None
+    loss: str | None = None
+    checkpoints: int = 0
+
+
+_SESSION: contextvars.ContextVar[_Session] = contextvars.ContextVar("autopar_trace")
+
+
+@torch.library.register_fake("autopar::enter")
+@torch.library.register_fake("autopar::leave")
+def _marker(tensors: list[torch.Tensor], key: str) -> None:
+    return None
+
+
+@torch.library.register_fake("autopar::repeat")
+def _repeat(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    return _SESSION.get().repeater.fake(key)
+
+
+@torch.library.register_fake("autopar::custom_function")
+def _custom_function(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    return _SESSION.get().custom.fake(tensors, key)
+
+
+class _Wrapper(nn.Module):
+    """The user's model and loss on a flat list of tensors."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, leaves: list[Any], spec: Any
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.loss_fn, self.leaves, self.spec = loss_fn, leaves, spec
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        result = self.model(*args, **kwargs)
+        session = _SESSION.get()
+        found = leaf_paths(result)
+        check_leaves(found, "the model's result")
+        _, session.out_spec = pytree.tree_flatten(result)
+        returned: list[torch.Tensor] = []
+        session.outputs = [_output(path, leaf, returned) for path, leaf in found.items()]
+        if self.loss_fn is None:
+            session.loss = _own_loss(found, session.outputs)
+        else:
+            loss = self.loss_fn(result, *args, *kwargs.values())
+            _check_loss(loss)
+            session.outputs.append(_output(LOSS_PATH, loss, returned))
+            session.loss = session.outputs[-1].value
+        return tuple(returned)
+
+
+def _output(path: str, leaf: Any, returned: list[torch.Tensor]) -> Output:
+    if not isinstance(leaf, torch.Tensor):
+        literal = str(leaf) if isinstance(leaf, complex) else convert(leaf, {})
+        return Output(kind="user", value=None, target=path, literal=literal)
+    returned.append(leaf)
+    return Output(kind="user", value=f"#{len(returned) - 1}", target=path)
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return
+    raise TraceError(
+        f"loss_fn returned {describe(loss)}",
+        where="loss_fn",
+        expected="a floating tensor with one element",
+        fix="reduce the loss to a scalar, e.g. with .mean()",
+    )
+
+
+def _own_loss(found: dict[str, Any], outputs: list[Output]) -> str | None:
+    """The leaf that is the loss when the model returns it: ``loss``, else the first scalar."""
+    scalars = [
+        (path, item.value)
+        for (path, leaf), item in zip(found.items(), outputs, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
+    ]
+    for path, value in scalars:
+        if path in ("['loss']", ".loss"):
+            return value
+    return scalars[0][1] if scalars else None
+
+
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    share_layers: bool = True,
+) -> Traced:
+    """Trace `module` on example inputs, with its loss.
+
+    Args:
+        module: The user's model, on any device, meta included. It is left as it was.
+        args: Positional example inputs; trees of tensors and Python values.
+        kwargs: Keyword example inputs.
+        loss_fn: ``loss_fn(outputs, *args, *kwargs.values())`` to a scalar; None when the model
+            returns its loss.
+        share_layers: Trace alike layers once. The result is the same either way.
+
+    Returns:
+        The graph and what ties it to `module`.
+
+    Raises:
+        TraceError: The model cannot be one graph; says what, where and the way out.
+    """
+    kwargs = dict(kwargs or {})
+    check_leaves(leaf_paths((tuple(args), kwargs), ("args", "kwargs")), "input")
+    notes: list[str] = []
+    excluded: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        _quieten(module, stack, notes)
+        while True:
+            groups = find_groups(module, excluded) if share_layers else []
+            try:
+                return _trace_once(module, tuple(args), kwargs, loss_fn, groups, notes)
+            except Regroup as doubt:
+                excluded.add(doubt.group)
+                share_layers = share_layers and len(excluded) < 6
+
+
+def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -> None:
+    """Switch caches off for the time of tracing, and note what else is left out."""
+    seen: set[int] = set()
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        for part in (config, *(vars(config).values() if hasattr(config, "__dict__") else ())):
+            if id(part) not in seen and getattr(part, "use_cache", None) is True:
+                seen.add(id(part))
+                stack.enter_context(compat.patched(part, "use_cache", False))
+    if seen:
+        notes.append("config.use_cache was taken as False while tracing")
+    sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", None) is True]
+    if sparse:
+        notes.append(f"sparse gradients of {', '.join(sparse)} are made dense")
+
+
+def _trace_once(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    groups: list[Any],
+    notes: list[str],
+) -> Traced:
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    by_path = leaf_paths((args, kwargs), ("args", "kwargs"))
+    tensors = _distinct([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], module)
+    session = _Session(Repeater(groups))
+    wrapper = _Wrapper(module, loss_fn, leaves, in_spec)
+    program = _export(wrapper, module, tuple(tensors), session)
+    state = _State(module)
+    raw = capture(
+        program,
+        prefix="model",
+        input_paths=[path for path, leaf in by_path.items() if isinstance(leaf, torch.Tensor)],
+        canonical=state.canonical,
+        state=state.tensors,
+        outputs=session.outputs,
+    )
+    graph, loss = _finish(raw, session, state)
+    if session.checkpoints:
+        notes = [*notes, "activation checkpointing in the model is ignored: the plan decides "
+                 f"what is recomputed ({session.checkpoints} regions)"]  # fmt: skip
+    return Traced(
+        graph=graph,
+        parameters=MappingProxyType(state.parameters),
+        buffers=MappingProxyType(state.buffers),
+        aliases=MappingProxyType(state.aliases),
+        constants=MappingProxyType(
+            {i.target: raw.constants[i.target] for i in graph.inputs if i.kind == "constant"}
+        ),
+        custom=MappingProxyType(session.custom.calls),
+        in_spec=in_spec,
+        out_spec=session.out_spec,
+        loss=loss,
+        frozen=tuple(n for n, p in state.parameters.items() if not p.requires_grad),
+        guard=InputGuard.of(by_path),
+        notes=tuple(notes),
+    )
+
+
+def _distinct(tensors: list[torch.Tensor], module: nn.Module) -> list[torch.Tensor]:
+    """Inputs as distinct tensors, on meta when the model is."""
+    meta = any(parameter.is_meta for parameter in module.parameters())
+    seen: set[int] = set()
+    result = []
+    for tensor in tensors:
+        if meta and not tensor.is_meta:
+            tensor = tensor.to("meta")
+        elif id(tensor) in seen or isinstance(tensor, nn.Parameter):
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        result.append(tensor)
+    return result
+
+
+def _export(
+    wrapper: nn.Module, module: nn.Module, tensors: tuple[torch.Tensor, ...], session: _Session
+) -> torch.export.ExportedProgram:
+    def count() -> None:
+        session.checkpoints += 1
+
+    with _flags_kept(module), contextlib.ExitStack() as stack:
+        stack.callback(_SESSION.reset, _SESSION.set(session))
+        stack.enter_context(session.repeater.active())
+        stack.enter_context(compat.plain_checkpoints(count))
+        stack.enter_context(compat.intercepted_functions(session.custom.intercept))
+        try:
+            return compat.export(wrapper, tensors)
+        except Regroup:
+            raise
+        except Exception as error:
+            raise explain(error, module) from error
+
+
+@contextlib.contextmanager
+def _flags_kept(module: nn.Module) -> Iterator[None]:
+    """Whatever tracing or the model's forward switches, switched back."""
+    training = [(child, child.training) for child in module.modules()]
+    grads = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for child, flag in training:
+            if child.training is not flag:
+                child.training = flag
+        for parameter, flag in grads:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
+
+
+class _State:
+    """Parameters and buffers of a model, tied ones once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.by_id: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._add(name, parameter, self.parameters)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            self._add(name, buffer, self.buffers)
+        self.tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}
+        self._suffixes: dict[int, dict[str, str]] = {}
+
+    def _add(self, name: str, tensor: torch.Tensor, table: dict[str, Any]) -> None:
+        first = self.by_id.setdefault(id(tensor), name)
+        if first == name:
+            table[name] = tensor
+        else:
+            self.aliases[name] = first
+
+    def canonical(self, name: str) -> str:
+        """The FQN that stands for `name`."""
+        return self.aliases.get(name, name)
+
+    def names(self, values: dict[str, str], module: nn.Module) -> dict[str, str]:
+        """Value name of each parameter and buffer of `module` by path inside it."""
+        found = self._suffixes.get(id(module))
+        if found is None:
+            pairs = [
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ]
+            found = {name: values[self.by_id[id(tensor)]] for name, tensor in pairs}
+            self._suffixes[id(module)] = found
+        return found
+
+
+def _finish(raw: Capture, session: _Session, state: _State) -> tuple[Graph, str | None]:
+    """The passes from raw to canonical, and the name of the loss."""
+    values = {
+        item.target: item.value.name
+        for item in raw.graph.inputs
+        if item.kind in ("parameter", "buffer")
+    }
+    graph = raw.graph
+    if session.repeater.groups:
+        graph = expand(graph, raw.copies, session.repeater, lambda m: state.names(values, m))
+    graph = remove_dead(canonicalise(functionalise(graph, frozenset(raw.copies))))
+    verify(graph)
+    loss = None
+    if session.loss is not None:
+        place = next(i for i, item in enumerate(session.outputs) if item.value == session.loss)
+        loss = graph.outputs[place].value
+    return graph, loss
