@@ -9,8 +9,10 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
+from autopar.plan.strategies import default_mesh
 from autopar.sharding.mesh import Mesh
 
+DEFAULT_RANKS = 4
 MODEL_HELP = (
     "file.py:function or package.module:function; the function returns (model, args, kwargs) or a "
     "dict with model, args, kwargs and loss_fn"
@@ -23,11 +25,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """What steers a plan: ``--cluster --mesh --strategy --constraints --strict``."""
+    """What steers a plan: ``--cluster --mesh --strategy --constraints``."""
     parser.add_argument(
         "--cluster",
         metavar="C",
-        help='such as "8x8xH100-SXM", "4xcpu" or a YAML file (default: local CPU ranks)',
+        help='such as "8x8xH100-SXM", "4xcpu" or a YAML file (default: 4xcpu)',
     )
     parser.add_argument("--mesh", metavar="AXES", help='axes and sizes, such as "dp=2,tp=2"')
     parser.add_argument(
@@ -38,30 +40,35 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON or YAML file, or JSON text: factor to mesh axis",
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse operators that have no sharding rule"
-    )
 
 
-def read_choices(options: argparse.Namespace) -> tuple[ClusterSpec, dict[str, Any]]:
-    """The cluster, and the keyword arguments for `autopar.plan` that `add_choices` stands for.
+def read_choices(options: argparse.Namespace) -> tuple[Mesh, str | dict[str, Any] | None]:
+    """The mesh and the constraints that the options of `add_choices` stand for.
+
+    Without ``--mesh`` the strategy shapes one over the cluster, by default four local ranks.
 
     Raises:
-        AutoparError: If an option cannot be read.
+        AutoparError: If an option cannot be read, or mesh and cluster differ in size.
     """
-    mesh = Mesh.parse(options.mesh) if options.mesh else None
-    if options.cluster is None:
-        cluster = ClusterSpec.local(mesh.size if mesh else 4)
-    elif options.cluster.endswith((".yaml", ".yml", ".json")):
-        cluster = ClusterSpec.load(options.cluster)
-    else:
-        cluster = ClusterSpec.parse(options.cluster)
     if options.strategy and options.constraints:
         raise InputError("--strategy and --constraints are both given", expected="one of them")
     constraints = options.strategy
     if options.constraints:
         constraints = _read_constraints(options.constraints)
-    return cluster, {"mesh": mesh, "constraints": constraints, "strict": options.strict}
+    cluster = _read_cluster(options.cluster) if options.cluster else None
+    if not options.mesh:
+        count = cluster.num_devices if cluster else DEFAULT_RANKS
+        return default_mesh(options.strategy or "ddp", count), constraints
+    mesh = Mesh.parse(options.mesh)
+    if cluster is not None:
+        mesh.check_world_size(cluster.num_devices)
+    return mesh, constraints
+
+
+def _read_cluster(text: str) -> ClusterSpec:
+    if text.endswith((".yaml", ".yml", ".json")):
+        return ClusterSpec.load(text)
+    return ClusterSpec.parse(text)
 
 
 def check_writable(path: str) -> None:

@@ -15,13 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", metavar="MODEL", help=shared.MODEL_HELP)
     shared.add_choices(parser)
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse operators that have no sharding rule"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON)")
     shared.add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, save, print."""
-    cluster, choices = shared.read_choices(options)  # bad options fail before torch is imported
+    mesh, constraints = shared.read_choices(options)  # before torch is imported
     if options.output:
         shared.check_writable(options.output)
 
@@ -32,11 +35,13 @@ def run(options: argparse.Namespace) -> int:
 
     plan = api.plan(
         loaded.model,
-        cluster,
+        None,
         loaded.args,
-        dict(loaded.kwargs),
+        loaded.kwargs,
         loss_fn=loaded.loss_fn,
-        **choices,
+        mesh=mesh,
+        constraints=constraints,
+        strict=options.strict,
     )
     if options.output:
         plan.save(options.output)

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         loaded.model,
         ClusterSpec.local(mesh.size),
         loaded.args,
-        dict(loaded.kwargs),
+        loaded.kwargs,
         mesh=mesh,
         constraints="megatron",
     )
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     with LocalRanks(mesh.size) as ranks:
         console.rule("Is it the same model? Sharded against one device")
         report = api.verify(MODEL, plan=plan, steps=1, ranks=ranks)
-        console.print(report.table(limit=6), markup=False, highlight=False)
+        console.print(report.summary(), markup=False, highlight=False)
 
         console.rule(f"Training, {options.steps} steps of {BATCH_SIZE} x {SEQ_LEN} bytes")
         with _Progress(console, options.steps) as progress:
@@ -104,7 +104,7 @@ def train_sharded(comm: Communicator, plan: Any, steps: int) -> list[float]:
         plan=plan,
         optimizer="adamw",
         lr=LEARNING_RATE,
-        communicator=comm,
+        comm=comm,
     )
     losses = []
     for tokens, targets in _batches(steps):

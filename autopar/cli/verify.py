@@ -7,9 +7,17 @@ parameter. Exits 0 when all are equal within rounding, 1 when not.
 from __future__ import annotations
 
 import argparse
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
 from autopar.errors import InputError
+from autopar.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.api import VerifyReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_choices(parser)
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps")
     parser.add_argument(
-        "--dtype", choices=["float32", "float64"], help="convert the model and its inputs first"
+        "--dtype",
+        choices=["float64"],
+        help="run both sides in this dtype, in which only a wrong plan can differ",
     )
     shared.add_json(parser)
 
@@ -30,23 +40,42 @@ def run(options: argparse.Namespace) -> int:
     *plans, target = options.targets
     if len(plans) > 1:
         raise InputError(f"{len(plans) + 1} targets are given", expected="[PLAN] MODEL")
-    if options.steps < 0:
-        raise InputError(f"--steps {options.steps}", expected="0 or more")
-    choices = {}
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}", expected="at least 1")
+    mesh, constraints, plan = None, None, None
     if plans:
         steering = ("cluster", "mesh", "strategy", "constraints")
         if given := [f"--{name}" for name in steering if getattr(options, name)]:
             raise InputError(
                 f"{', '.join(given)} beside a plan", expected="a plan, or options, not both"
             )
+        plan = Plan.load(plans[0])
     else:
-        cluster, choices = shared.read_choices(options)
-        choices["cluster"] = cluster
+        mesh, constraints = shared.read_choices(options)
 
     from autopar import api
 
-    if plans:
-        choices["plan"] = api.load_plan(plans[0])
-    report = api.verify(target, steps=options.steps, dtype=options.dtype, **choices)
-    print(report.to_json() if options.json else report.table())
+    report = api.verify(
+        target,
+        mesh=mesh,
+        constraints=constraints,
+        plan=plan,
+        steps=options.steps,
+        dtype=options.dtype,
+    )
+    print(json.dumps(as_json(report), indent=2) if options.json else report.summary())
     return 0 if report.equal else 1
+
+
+def as_json(report: VerifyReport) -> dict[str, Any]:
+    """The report as ``--json`` prints it; an infinite error (presence or shape differs) is null."""
+    return {
+        "equal": report.equal,
+        "tolerance": report.tolerance,
+        "reference": report.reference,
+        "traffic_bytes": dict(report.traffic),
+        "rows": [
+            {key: None if value == math.inf else value for key, value in asdict(row).items()}
+            for row in report.rows
+        ],
+    }
