@@ -53,11 +53,13 @@ class Factors:
         units: Units of each node.
         dim_names: For ``(value, dim)`` the names of its factors, outermost first, with
             their ``(stride, size)``.
+        positions: Index of every node by name.
     """
 
     rules: tuple[OpRule | None, ...]
     units: tuple[tuple[Unit, ...], ...]
     dim_names: dict[tuple[str, int], tuple[tuple[str, int, int], ...]]
+    positions: dict[str, int]
 
     def names(self) -> tuple[str, ...]:
         """All names of factors that some op can split, without ordinals, sorted."""
@@ -324,6 +326,7 @@ def infer_factors(graph: Graph) -> Factors:
             )
             for key, variable in builder.dims.items()
         },
+        positions={node.name: index for index, node in enumerate(graph.nodes)},
     )
 
 

@@ -56,12 +56,21 @@ def _put(state: Placements, axis: int, value: Replicate | Partial | Shard) -> Pl
     return (*state[:axis], value, *state[axis + 1 :])
 
 
-def _can_split(state: Placements, axis: int, shard: Shard) -> bool:
-    """Whether `axis` may take `shard` now: nothing inside it or across it is split."""
+def _can_split(state: Placements, target: Placements, axis: int) -> bool:
+    """Whether `axis` may take its target factor now.
+
+    Nothing inside the factor or across it may be split, what is split outside it must stay so
+    (it could not be gathered afterwards), and outer axes that want the same factor go first.
+    """
+    shard = target[axis]
+    if not isinstance(shard, Shard):
+        return False
+    if any(want == shard != state[outer] for outer, want in enumerate(target[:axis])):
+        return False
     for other_axis, other in enumerate(state):
         if other_axis == axis or not isinstance(other, Shard) or not other.overlaps(shard):
             continue
-        if other != shard or other_axis > axis:
+        if other != shard or other_axis > axis or target[other_axis] != shard:
             return False
     return True
 
@@ -76,11 +85,11 @@ def _next_step(state: Placements, target: Placements) -> Step | None:
     axes = [axis for axis in range(len(state)) if state[axis] != target[axis]]
     for axis in axes:
         have, want = state[axis], target[axis]
-        if isinstance(want, Shard) and have == REPLICATE and _can_split(state, axis, want):
+        if isinstance(want, Shard) and have == REPLICATE and _can_split(state, target, axis):
             return _step("slice", axis, state, want)
     for axis in axes:
         have, want = state[axis], target[axis]
-        if have == PARTIAL and isinstance(want, Shard) and _can_split(state, axis, want):
+        if have == PARTIAL and isinstance(want, Shard) and _can_split(state, target, axis):
             return _step("reduce_scatter", axis, state, want)
     for axis in axes:
         if state[axis] == PARTIAL and not isinstance(target[axis], Shard):
@@ -88,7 +97,7 @@ def _next_step(state: Placements, target: Placements) -> Step | None:
     for axis in axes:
         have, want = state[axis], target[axis]
         if isinstance(have, Shard) and isinstance(want, Shard) and not have.overlaps(want):
-            if _can_gather(state, axis) and _can_split(state, axis, want):
+            if _can_gather(state, axis) and _can_split(state, target, axis):
                 return _step("all_to_all", axis, state, want)
     for axis in reversed(axes):
         if isinstance(state[axis], Shard) and _can_gather(state, axis):

@@ -1,0 +1,177 @@
+"""The public functions: compile, plan, load_plan, verify, trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.plan.build import make_plan
+from autopar.plan.plan import Plan
+from autopar.plan.strategies import default_mesh
+from autopar.runtime.comm import Communicator
+from autopar.runtime.comm_torch import from_environment
+from autopar.runtime.compiled import CompiledModel, CompileOptions
+from autopar.runtime.optimizers import Factory
+from autopar.runtime.verify import VerifyReport, verify
+from autopar.sharding.mesh import Mesh
+from autopar.trace import trace
+
+__all__ = [
+    "CompiledModel",
+    "VerifyReport",
+    "compile",
+    "load_plan",
+    "plan",
+    "trace",
+    "verify",
+]
+
+
+def _mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh | None:
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if isinstance(mesh, Mapping):
+        return Mesh(tuple(mesh.items()))
+    raise InputError(
+        f"mesh is a {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
+    )
+
+
+def _cluster(cluster: ClusterSpec | str | int | None) -> ClusterSpec | None:
+    if cluster is None or isinstance(cluster, ClusterSpec):
+        return cluster
+    if isinstance(cluster, int):
+        return ClusterSpec.local(cluster)
+    if Path(cluster).suffix in (".yaml", ".yml", ".json"):
+        return ClusterSpec.load(cluster)
+    return ClusterSpec.parse(cluster)
+
+
+def _plan(plan: Plan | str | Path | None) -> Plan | None:
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+
+
+def compile(  # noqa: A001 -- the name users of torch.compile expect
+    model: nn.Module,
+    cluster: ClusterSpec | str | int | None = None,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: str | type[torch.optim.Optimizer] | Factory | None = "adamw",
+    mesh: Mesh | str | Mapping[str, int] | None = None,
+    constraints: str | Mapping[str, object] | None = None,
+    plan: Plan | str | Path | None = None,
+    strict: bool = False,
+    seed: int = 0,
+    check_finite: bool = True,
+    comm: Communicator | None = None,
+    **optimizer_options: Any,
+) -> CompiledModel:
+    """Prepare `model` to train under a plan on the ranks of this job.
+
+    Lazy like torch.compile: without example inputs, the first step traces, plans and lowers.
+    Started by torchrun or ``autopar run -n N`` the job has N ranks, else one.
+
+    Args:
+        model: An ordinary module; it is not modified. On the meta device it is initialised by
+            the ``reset_parameters`` of its modules.
+        cluster: The cluster; must have as many devices as the job has ranks.
+        example_inputs: Arguments of one call with the global batch, to compile at once.
+        example_kwargs: Its keyword arguments.
+        loss_fn: ``loss_fn(outputs, *args, *kwargs.values())``, when the model does not return
+            its loss.
+        optimizer: Name, class or factory of an elementwise optimizer; None for none.
+        mesh: Mesh axes and sizes, e.g. ``"dp=2,tp=2"``; chosen by the strategy by default.
+        constraints: A strategy (``ddp``, ``fsdp``, ``megatron``, ``megatron_sp``, ``2d``) or a
+            map from factor to axis, e.g. ``{"heads": "tp", "ffn": "tp", "batch": "dp"}``.
+        plan: A plan or plan file to carry out instead.
+        strict: Refuse ops without a sharding rule instead of replicating them.
+        seed: Seed of dropout and of the initialisation of meta models.
+        check_finite: Raise on all ranks when the loss is not finite.
+        comm: The communicator, by default that of the job.
+        **optimizer_options: Options of the optimizer, e.g. ``lr=3e-4``.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        AutoparError: For bad input; the subclass and message say which.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+    comm = comm or from_environment()
+    spec = _cluster(cluster)
+    if spec is not None:
+        Mesh((("cluster", spec.num_devices),)).check_world_size(comm.world_size)
+    compiled = CompiledModel(
+        model,
+        comm,
+        CompileOptions(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            optimizer_options=optimizer_options,
+            mesh=_mesh(mesh),
+            constraints=constraints,
+            plan=_plan(plan),
+            strict=strict,
+            seed=seed,
+            check_finite=check_finite,
+        ),
+    )
+    if example_inputs is not None or example_kwargs is not None:
+        compiled.build(tuple(example_inputs or ()), dict(example_kwargs or {}))
+    return compiled
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec | str | int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: Mesh | str | Mapping[str, int] | None = None,
+    constraints: str | Mapping[str, object] | None = None,
+    strict: bool = False,
+) -> Plan:
+    """Plan `model` for a cluster one need not have.
+
+    Args:
+        model: The module; its parameters may be on the meta device.
+        cluster: The cluster; by default as many devices as `mesh` has ranks, or one.
+        args: Arguments of one call with the global batch.
+        kwargs: Its keyword arguments.
+        loss_fn: See `compile`.
+        mesh: See `compile`.
+        constraints: See `compile`.
+        strict: See `compile`.
+
+    Returns:
+        The plan; no process group is needed.
+    """
+    traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
+    spec, axes = _cluster(cluster), _mesh(mesh)
+    if axes is None:
+        named = constraints if isinstance(constraints, str) else "ddp"
+        axes = default_mesh(named, spec.num_devices if spec else 1)
+    elif spec is not None:
+        axes.check_world_size(spec.num_devices)
+    return make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)[0]
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: If it is missing or no plan.
+    """
+    return Plan.load(path)

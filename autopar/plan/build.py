@@ -1,0 +1,308 @@
+"""From a graph and constraints to a plan, and from a plan back to placements of every value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+
+from autopar.errors import PlanError
+from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
+from autopar.plan.assign import assign, store_split
+from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
+from autopar.plan.strategies import (
+    Constraints,
+    check_factor_names,
+    parse_constraints,
+    split_axes,
+)
+from autopar.sharding.choices import Choices, fits, options
+from autopar.sharding.factors import Factors, infer_factors
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.placement import Placements, Shard
+from autopar.sharding.sharded import ShardedGraph, shard_graph
+
+
+def op_keys(graph: Graph) -> tuple[str, ...]:
+    """A stable key per node: module path, op and ordinal, e.g. ``layers.0.mlp/aten.relu#1``."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for node in graph.nodes:
+        base = f"{node.module}/{node.op}"
+        keys.append(f"{base}#{seen[base]}")
+        seen[base] += 1
+    return tuple(keys)
+
+
+def fingerprint(graph: Graph) -> str:
+    """Hash of the graph's structure; names of values do not count."""
+    number: dict[str, int] = {}
+    digest = hashlib.sha256()
+
+    def add(text: str) -> None:
+        digest.update(text.encode())
+        digest.update(b"\n")
+
+    for item in graph.inputs:
+        number[item.value.name] = len(number)
+        add(f"{item.kind} {item.target} {item.value.spec}")
+    for node in graph.nodes:
+
+        def rename(ref: Ref) -> Arg:
+            return f"%{number[ref.name]}"
+
+        args = map_refs(node.args, rename)
+        kwargs = [(key, map_refs(arg, rename)) for key, arg in node.kwargs]
+        for value in node.outputs:
+            number[value.name] = len(number)
+        add(f"{node.op} {args} {kwargs} {[str(value.spec) for value in node.outputs]}")
+    for output in graph.outputs:
+        add(f"{output.kind} {number.get(output.value or '', -1)} {output.target}")
+    return digest.hexdigest()[:32]
+
+
+def _choices_from_overrides(
+    graph: Graph, factors: Factors, mesh: Mesh, base: tuple[Choices, ...], plan: Plan
+) -> tuple[Choices, ...]:
+    keys = {key: index for index, key in enumerate(op_keys(graph))}
+    picked = list(base)
+    for key, words in plan.overrides.items():
+        where = f"overrides[{key!r}]"
+        if key not in keys:
+            raise PlanError("the plan names an op that the model lacks", where=where)
+        node = graph.nodes[keys[key]]
+        rule, units = factors.rules[keys[key]], factors.units[keys[key]]
+        allowed = {str(c): c for c in options(node, rule, units, graph.spec)}
+        if len(words) != len(mesh.shape):
+            raise PlanError(
+                f"{len(words)} choices for {len(mesh.shape)} mesh axes",
+                expected="one choice for each of " + ", ".join(mesh.names),
+                where=where,
+            )
+        for word in words:
+            if word not in allowed:
+                raise PlanError(
+                    f"{node.op} cannot do {word!r}",
+                    expected="one of " + ", ".join(allowed),
+                    where=where,
+                )
+        choices = tuple(allowed[word] for word in words)
+        if not fits(choices, mesh.shape):
+            raise PlanError("a factor is split into more parts than it has", where=where)
+        picked[keys[key]] = choices
+    return tuple(picked)
+
+
+def _storage(
+    sharded: ShardedGraph, owner: tuple[str, ...], storage: tuple[str, ...]
+) -> dict[str, Placements]:
+    axes = tuple(index for index, name in enumerate(owner) if name in storage)
+    return {
+        item.value.name: store_split(
+            sharded.inputs[item.value.name].forward, item.value.spec.shape, axes, sharded.mesh
+        )
+        for item in sharded.graph.parameters()
+    }
+
+
+def place_graph(
+    graph: Graph,
+    mesh: Mesh,
+    constraints: Constraints,
+    factors: Factors | None = None,
+    plan: Plan | None = None,
+) -> ShardedGraph:
+    """Placements of everything under the constraints, with a plan's overrides applied.
+
+    Raises:
+        PlanError: If a constraint or an override does not fit the graph.
+    """
+    factors = factors or infer_factors(graph)
+    check_factor_names(constraints, factors.names())
+    fine, owner = split_axes(mesh)
+    choices = assign(graph, factors, fine, owner, constraints)
+    if plan is not None and plan.overrides:
+        choices = _choices_from_overrides(graph, factors, fine, choices, plan)
+    sharded = shard_graph(graph, factors, fine, choices)
+    if constraints.storage:
+        stored = _storage(sharded, owner, constraints.storage)
+        sharded = shard_graph(graph, factors, fine, choices, stored)
+    return sharded
+
+
+def _word(sharded: ShardedGraph, name: str, placement: object) -> str:
+    if not isinstance(placement, Shard):
+        return "whole"
+    for factor, stride, size in sharded.factors.dim_names.get((name, placement.dim), ()):
+        if (stride, size) == (placement.stride, placement.size):
+            return f"{factor}@{placement.dim}:{stride}x{size}"
+    return f"dim{placement.dim}@{placement.dim}:{placement.stride}x{placement.size}"
+
+
+def _unruled(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
+    def whole_bytes(node: Node) -> int:
+        specs = [graph.spec(name) for name in node.operands] + [v.spec for v in node.outputs]
+        return sum(spec.size_bytes for spec in specs)
+
+    return tuple(
+        UnruledOp(
+            op=node.op, module=node.module, source=node.source, size_bytes=whole_bytes(node)
+        )
+        for node, rule in zip(graph.nodes, factors.rules, strict=True)
+        if rule is None
+    )
+
+
+def make_plan(
+    graph: Graph,
+    mesh: Mesh,
+    constraints: str | Mapping[str, object] | None = None,
+    *,
+    strict: bool = False,
+    notes: tuple[str, ...] = (),
+    factors: Factors | None = None,
+) -> tuple[Plan, ShardedGraph]:
+    """Plan `graph` on `mesh` under `constraints`.
+
+    Args:
+        graph: A canonical graph.
+        mesh: The mesh, in the user's axes.
+        constraints: See `parse_constraints`.
+        strict: Refuse ops without a rule instead of replicating them.
+        notes: Notes of the trace.
+        factors: Factors of the graph, if already inferred.
+
+    Returns:
+        The plan and the placements it stands for.
+
+    Raises:
+        PlanError: For bad constraints, or an op without a rule under `strict`.
+    """
+    normal = parse_constraints(constraints, mesh)
+    sharded = place_graph(graph, mesh, normal, factors)
+    unruled = _unruled(graph, sharded.factors)
+    if strict and unruled:
+        raise PlanError(
+            f"{unruled[0].op} has no sharding rule and would run replicated "
+            f"({unruled[0].size_bytes:,} bytes on every rank)"
+            + (f"; so would {len(unruled) - 1} more ops" if len(unruled) > 1 else ""),
+            where=f"module {unruled[0].module or '(root)'} {unruled[0].source}".rstrip(),
+            fix="plan without strict=True, or register a rule for the op",
+        )
+    return describe(sharded, mesh, normal, notes, unruled), sharded
+
+
+def describe(
+    sharded: ShardedGraph,
+    mesh: Mesh,
+    constraints: Constraints,
+    notes: tuple[str, ...] = (),
+    unruled: tuple[UnruledOp, ...] = (),
+) -> Plan:
+    """The plan that stands for `sharded`, with overrides where the constraints imply less."""
+    graph = sharded.graph
+    fine, owner = split_axes(mesh)
+    implied = assign(graph, sharded.factors, fine, owner, constraints)
+    overrides = {
+        key: tuple(map(str, choices))
+        for key, choices, base in zip(op_keys(graph), sharded.choices, implied, strict=True)
+        if choices != base
+    }
+    return Plan(
+        mesh=mesh.axes,
+        strategy=constraints.strategy,
+        order=constraints.order,
+        storage=constraints.storage,
+        explicit=constraints.explicit,
+        overrides=overrides,
+        parameters=tuple(
+            ParameterPlan(
+                fqn=item.target,
+                shape=item.value.spec.shape,
+                dtype=item.value.spec.dtype,
+                placement=tuple(
+                    _word(sharded, item.value.name, placement)
+                    for placement in sharded.inputs[item.value.name].forward
+                ),
+            )
+            for item in graph.parameters()
+        ),
+        graph=fingerprint(graph),
+        inputs=tuple(
+            (item.target, _shape_text(item.value.spec))
+            for item in graph.inputs
+            if item.kind == "input"
+        ),
+        unruled=unruled,
+        notes=notes,
+    )
+
+
+def _shape_text(spec: TensorSpec) -> str:
+    return str(TensorSpec(spec.shape, spec.dtype))
+
+
+def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
+    """The placements `plan` stands for on `graph`.
+
+    Raises:
+        PlanError: If the plan was made for another model or other inputs; says the first
+            difference.
+    """
+    _check_same_model(plan, graph)
+    constraints = Constraints(
+        strategy=plan.strategy, order=plan.order, storage=plan.storage, explicit=plan.explicit
+    )
+    unknown = {axis for axis, _ in plan.order} | set(plan.storage)
+    unknown -= set(plan.device_mesh.names)
+    if unknown:
+        raise PlanError(
+            f"the plan splits over axis {sorted(unknown)[0]!r}, which its mesh lacks",
+            expected="one of " + ", ".join(plan.device_mesh.names),
+            where="plan: order",
+        )
+    sharded = place_graph(graph, plan.device_mesh, constraints, plan=plan)
+    for planned, item in zip(plan.parameters, graph.parameters(), strict=True):
+        name = item.value.name
+        words = tuple(_word(sharded, name, p) for p in sharded.inputs[name].forward)
+        if words != planned.placement:
+            raise PlanError(
+                f"the plan stores {planned.fqn} as {list(planned.placement)}, but its choices "
+                f"imply {list(words)}",
+                fix="change what the axes split (order) or the ops (overrides), not the result",
+                where=f"plan: parameters[{planned.fqn!r}].placement",
+            )
+    return sharded
+
+
+def _check_same_model(plan: Plan, graph: Graph) -> None:
+    def refuse(text: str, where: str) -> PlanError:
+        return PlanError(
+            f"the plan is for another model: {text}",
+            fix="plan this model anew (autopar plan), or compile the model the plan was made for",
+            where=f"plan: {where}",
+        )
+
+    have = {item.target: item.value.spec for item in graph.parameters()}
+    for planned in plan.parameters:
+        spec = have.pop(planned.fqn, None)
+        where = f"parameters[{planned.fqn!r}]"
+        if spec is None:
+            raise refuse(f"it has a parameter {planned.fqn}, this model has none", where)
+        if (spec.shape, spec.dtype) != (planned.shape, planned.dtype):
+            raise refuse(
+                f"{planned.fqn} is {planned.dtype}{list(planned.shape)} in the plan and "
+                f"{spec.dtype}{list(spec.shape)} in this model",
+                where,
+            )
+    if have:
+        raise refuse(f"this model has a parameter {next(iter(have))} that the plan lacks", "parameters")
+    inputs = {i.target: _shape_text(i.value.spec) for i in graph.inputs if i.kind == "input"}
+    for path, text in plan.inputs:
+        if inputs.get(path) != text:
+            raise refuse(
+                f"input {path} is {text} in the plan and {inputs.get(path, 'absent')} here",
+                f"inputs[{path!r}]",
+            )
+    if plan.graph != fingerprint(graph):
+        raise refuse("parameters and inputs agree, but the computation differs", "graph")

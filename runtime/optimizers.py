@@ -1,0 +1,84 @@
+"""Optimizers by name, class or factory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _named() -> dict[str, type[torch.optim.Optimizer]]:
+    return {
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
+        and name not in _WHOLE_TENSOR
+    }
+
+
+# Their update looks at a whole tensor or at all of them, which a shard does not have.
+_WHOLE_TENSOR = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
+
+
+def optimizer_factory(
+    optimizer: str | type[torch.optim.Optimizer] | Factory | None, options: Mapping[str, Any]
+) -> Factory | None:
+    """What makes the optimizer of a rank from its local parameters.
+
+    Args:
+        optimizer: Name of a class of `torch.optim` in any case (``"adamw"``), such a class, a
+            factory that takes parameters, or None for no optimizer.
+        options: Options such as ``lr``; passed to the class.
+
+    Raises:
+        InputError: For an unknown name, an optimizer that cannot run on shards, or unknown
+            options.
+    """
+    if optimizer is None:
+        if options:
+            raise InputError(
+                f"optimizer options {sorted(options)} without an optimizer",
+                fix='pass optimizer="adamw" or leave the options out',
+            )
+        return None
+    if isinstance(optimizer, str):
+        known = _named()
+        if optimizer.lower() not in known:
+            close = get_close_matches(optimizer.lower(), known, 1)
+            raise InputError(
+                f"unknown optimizer {optimizer!r}",
+                expected="one of " + ", ".join(sorted(known)),
+                fix=f"did you mean {close[0]!r}?" if close else None,
+            )
+        optimizer = known[optimizer.lower()]
+    if isinstance(optimizer, type):
+        if optimizer.__name__ in _WHOLE_TENSOR:
+            raise InputError(
+                f"{optimizer.__name__} needs whole tensors and cannot run on shards",
+                expected="an elementwise optimizer such as AdamW or SGD",
+            )
+        allowed = set(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
+        unknown = set(options) - allowed
+        if unknown:
+            raise InputError(
+                f"{optimizer.__name__} has no option {sorted(unknown)[0]!r}",
+                expected="some of " + ", ".join(sorted(allowed)),
+            )
+        cls = optimizer
+        return lambda parameters: cls(parameters, **options)
+    if options:
+        raise InputError(
+            f"optimizer options {sorted(options)} beside an optimizer factory",
+            fix="set them inside the factory",
+        )
+    return optimizer

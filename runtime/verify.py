@@ -1,0 +1,394 @@
+"""Does the plan train exactly what one device would have trained?
+
+Runs the plan on local ranks beside one device and compares the loss of every step, all gradients
+of the first step, and all parameters and buffers after k optimizer steps.
+
+Errors are relative to the tensor's own largest value, with two floors, so that values which are
+zero in exact arithmetic (the gradient of a key bias, say) are not judged by their rounding noise:
+gradients to at least 1e-3 of the largest gradient of the model, parameters to at least the
+distance the optimizer can have moved them (steps x lr). The optimizer is AdamW with eps 1e-5: with
+its default 1e-8 it turns that same noise into whole steps, on one device as on many.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.plan.plan import Plan
+from autopar.runtime.comm import Communicator, SoloCommunicator
+from autopar.runtime.comm_threads import run_threads
+from autopar.runtime.compiled import CompiledModel, CompileOptions
+from autopar.runtime.launch import LocalRanks
+from autopar.runtime.loader import load_model
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.factors import infer_factors
+from autopar.trace import Traced, trace
+from autopar.trace.guards import leaf_paths
+
+LEARNING_RATE = 1e-3
+EPSILON = 1e-5
+TOLERANCES = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3}
+"""Largest relative error that counts as equal, by the model's lowest dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One compared tensor.
+
+    Attributes:
+        kind: ``loss``, ``gradient``, ``parameter``, ``buffer`` or ``replicas``.
+        name: FQN, or number of the step for losses.
+        error: Relative error as the module describes; infinite when shapes or presence differ.
+        difference: Largest absolute difference.
+    """
+
+    kind: str
+    name: str
+    error: float
+    difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """The comparison.
+
+    Attributes:
+        plan: The plan that ran.
+        rows: Everything compared.
+        tolerance: Largest error that counts as equal.
+        reference: What one device ran: ``eager`` or ``graph`` (the traced graph on one device,
+            when the model draws random numbers or runs in another dtype).
+        traffic: Bytes sent by rank 0 in the first step, by kind of collective.
+    """
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    tolerance: float
+    reference: str
+    traffic: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> Row:
+        """The row with the largest error."""
+        return max(self.rows, key=lambda row: row.error)
+
+    @property
+    def first_difference(self) -> Row | None:
+        """The first row beyond the tolerance, None if all are equal."""
+        return next((row for row in self.rows if not row.error <= self.tolerance), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything agrees within the tolerance."""
+        return self.first_difference is None
+
+    def summary(self) -> str:
+        """A table by kind, the worst tensor, and the first that differs."""
+        lines = [f"{'compared':<12}{'count':>7}  {'worst relative error':<22}worst"]
+        for kind in dict.fromkeys(row.kind for row in self.rows):
+            rows = [row for row in self.rows if row.kind == kind]
+            worst = max(rows, key=lambda row: row.error)
+            lines.append(f"{kind:<12}{len(rows):>7}  {worst.error:<22.3g}{worst.name}")
+        lines.append(f"reference: {self.reference} on one device; tolerance {self.tolerance:g}")
+        bad = self.first_difference
+        if bad is None:
+            lines.append("equal")
+        else:
+            lines.append(
+                f"NOT equal: {bad.kind} {bad.name} differs by {bad.difference:.3g} "
+                f"(relative {bad.error:.3g})"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyTask:
+    """What every rank does; picklable.
+
+    Attributes:
+        target: The model as ``file.py:function``, or None when `model` is given.
+        model: The model.
+        args: Arguments of one call with the global batch.
+        kwargs: Its keyword arguments.
+        options: How to compile it.
+        steps: Number of optimizer steps.
+        traced: The traced model, to share it between ranks that are threads.
+    """
+
+    target: str | None = None
+    model: nn.Module | None = None
+    traced: Traced | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: CompileOptions
+    steps: int = 3
+
+
+def _state(compiled: CompiledModel, comm: Communicator, task: VerifyTask) -> dict[str, Any]:
+    """Losses, gradients, parameters and buffers of `task.steps` steps."""
+    engine = compiled.build(task.args, task.kwargs)
+    comm.take_traffic()
+    loss = engine.backward(compiled.inputs(task.args, task.kwargs))
+    traffic = comm.take_traffic()
+    gradients = engine.full_gradients()
+    if engine.optimizer is not None:
+        engine.optimizer.step()
+    losses = [loss]
+    for _ in range(task.steps - 1):
+        losses.append(compiled.step(*task.args, **task.kwargs))
+    state: dict[str, Any] = {
+        "loss": {str(step): value for step, value in enumerate(losses)},
+        "gradient": gradients,
+        "parameter": engine.full_parameters(),
+        "buffer": engine.full_buffers(),
+        "replicas": engine.replicas_differ(),
+        "plan": compiled.plan,
+        "traffic": traffic,
+    }
+    return state
+
+
+def verify_on_rank(comm: Communicator, task: VerifyTask) -> dict[str, Any] | None:
+    """Body of one rank; rank 0 returns the state, the others None."""
+    if task.target is not None:
+        loaded = load_model(task.target)
+        options = replace(task.options, loss_fn=loaded.loss_fn)
+        task = replace(
+            task, model=loaded.model, args=loaded.args, kwargs=loaded.kwargs, options=options
+        )
+    assert task.model is not None
+    compiled = CompiledModel(task.model, comm, task.options, task.traced)
+    state = _state(compiled, comm, task)
+    state["replicas"] = next((n for n in comm.gather_objects(state["replicas"]) if n), None)
+    return state if comm.rank == 0 else None
+
+
+def _eager(task: VerifyTask, traced: Traced) -> dict[str, Any]:
+    """The same steps in eager torch on one device."""
+    assert task.model is not None
+    model = copy.deepcopy(task.model)
+    args, kwargs = copy.deepcopy(task.args), copy.deepcopy(dict(task.kwargs))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=EPSILON) if trainable else None
+    losses: list[Tensor] = []
+    gradients: dict[str, Tensor | None] = {}
+    with _without_cache(model):
+        for step in range(task.steps):
+            model.zero_grad(set_to_none=True)
+            outputs = model(*args, **kwargs)
+            loss = (
+                task.options.loss_fn(outputs, *args, *kwargs.values())
+                if task.options.loss_fn
+                else _own_loss(outputs, traced)
+            )
+            loss.backward()
+            losses.append(loss.detach())
+            if step == 0:
+                gradients = {
+                    name: None if p.grad is None else p.grad.detach().to_dense().clone()
+                    for name, p in model.named_parameters()
+                }
+            if optimizer is not None:
+                optimizer.step()
+    return {
+        "loss": {str(step): value for step, value in enumerate(losses)},
+        "gradient": gradients,
+        "parameter": {name: p.detach() for name, p in model.named_parameters()},
+        "buffer": dict(model.named_buffers()),
+    }
+
+
+class _without_cache:  # noqa: N801 -- used as a function
+    """Hugging Face caches off, as while tracing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        config = getattr(model, "config", None)
+        self.config = config if getattr(config, "use_cache", False) else None
+
+    def __enter__(self) -> None:
+        if self.config is not None:
+            self.config.use_cache = False
+
+    def __exit__(self, *_: object) -> None:
+        if self.config is not None:
+            self.config.use_cache = True
+
+
+def _compare(task: VerifyTask, want: dict[str, Any], have: dict[str, Any]) -> list[Row]:
+    """Rows of everything both sides hold."""
+    largest = max(
+        (float(g.abs().max()) for g in want["gradient"].values() if g is not None and g.numel()),
+        default=0.0,
+    )
+    floors = {"loss": 0.0, "gradient": 1e-3 * largest, "buffer": 0.0}
+    floors["parameter"] = LEARNING_RATE * task.steps
+    rows: list[Row] = []
+    for kind in ("loss", "gradient", "buffer", "parameter"):
+        for name, expected in want[kind].items():
+            if name not in have[kind]:
+                if kind == "loss":
+                    rows.append(Row(kind=kind, name=name, error=math.inf, difference=math.inf))
+                continue
+            rows.append(_row(kind, name, expected, have[kind][name], floors[kind]))
+    if have["replicas"]:
+        rows.append(
+            Row(kind="replicas", name=have["replicas"], error=math.inf, difference=math.inf)
+        )
+    return rows
+
+
+def _row(kind: str, name: str, want: Tensor | None, have: Tensor | None, floor: float) -> Row:
+    if want is None or have is None:
+        other = have if want is None else want
+        empty = other is None or float(other.abs().max()) == 0.0
+        error = 0.0 if empty else math.inf
+        return Row(kind=kind, name=name, error=error, difference=error)
+    if want.shape != have.shape:
+        return Row(kind=kind, name=name, error=math.inf, difference=math.inf)
+    if not want.numel():
+        return Row(kind=kind, name=name, error=0.0, difference=0.0)
+    a, b = want.detach().double().cpu(), have.detach().double().cpu()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = float(torch.where(same, 0.0, (a - b).abs()).max())
+    finite = a[a.isfinite()]
+    scale = max(float(finite.abs().max()) if finite.numel() else 0.0, floor)
+    error = difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+    return Row(kind=kind, name=name, error=math.inf if math.isnan(error) else error,
+               difference=difference)  # fmt: skip
+
+
+def verify(
+    model: nn.Module | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: Mesh | str | Mapping[str, int] | None = None,
+    constraints: str | Mapping[str, object] | None = None,
+    plan: Plan | None = None,
+    steps: int = 3,
+    dtype: str | None = None,
+    tolerance: float | None = None,
+    ranks: LocalRanks | None = None,
+    threads: bool = False,
+) -> VerifyReport:
+    """Run a plan on local CPU ranks beside one device and compare.
+
+    Args:
+        model: The model (picklable), or ``file.py:function`` that builds it.
+        args: Arguments of one call with the global batch.
+        kwargs: Its keyword arguments.
+        loss_fn: See `autopar.compile`.
+        mesh: See `autopar.compile`; with `plan`, the plan's.
+        constraints: See `autopar.compile`.
+        plan: The plan to verify instead of one made from `constraints`.
+        steps: Number of AdamW steps.
+        dtype: ``"float64"`` to run the traced graph with every floating dtype replaced by
+            float64 on both sides: then only a wrong plan can differ.
+        tolerance: Largest relative error that counts as equal; by dtype when None.
+        ranks: A pool of local ranks to use; one is started for the call when None.
+        threads: Let ranks be threads of this process instead of processes.
+
+    Returns:
+        The report.
+
+    Raises:
+        AutoparError: If the model cannot be traced, planned or run.
+    """
+    if isinstance(model, str):
+        loaded = load_model(model)
+        source, target = loaded.model, model
+        args, kwargs, loss_fn = loaded.args, loaded.kwargs, loaded.loss_fn
+    else:
+        source, target = model, None
+    if dtype not in (None, "float64"):
+        raise InputError(f"verify in dtype {dtype!r}", expected="float64, or None for the model's")
+    axes = plan.device_mesh if plan is not None else _as_mesh(mesh)
+    options = CompileOptions(
+        loss_fn=loss_fn, optimizer="adamw", mesh=axes, constraints=constraints, plan=plan,
+        optimizer_options={"lr": LEARNING_RATE, "eps": EPSILON}, float64=dtype == "float64",
+    )  # fmt: skip
+    task = VerifyTask(
+        model=source, args=tuple(args), kwargs=dict(kwargs or {}), options=options, steps=steps
+    )
+    traced = trace(source, task.args, dict(task.kwargs), loss_fn)
+    if threads:
+        task = replace(task, traced=traced)
+    have = _run(task, target, axes.size, ranks, threads)
+    graph_reference = dtype is not None or _draws_numbers(traced) or _on_meta(source)
+    if graph_reference:
+        alone = CompileOptions(
+            loss_fn=loss_fn, optimizer="adamw", optimizer_options=options.optimizer_options,
+            float64=options.float64,
+        )  # fmt: skip
+        one = VerifyTask(
+            model=source, args=task.args, kwargs=task.kwargs, options=alone, steps=steps
+        )
+        solo = SoloCommunicator()
+        want = _state(CompiledModel(source, solo, alone, traced), solo, one)
+    else:
+        want = _eager(task, traced)
+    return VerifyReport(
+        plan=have["plan"],
+        rows=tuple(_compare(task, want, have)),
+        tolerance=tolerance if tolerance is not None else _tolerance(source, dtype),
+        reference="graph" if graph_reference else "eager",
+        traffic=have["traffic"],
+    )
+
+
+def _draws_numbers(traced: Traced) -> bool:
+    """Whether the model has random ops, whose numbers eager torch draws otherwise."""
+    rules = infer_factors(traced.graph).rules
+    return any(rule is not None and rule.special for rule in rules)
+
+
+def _own_loss(outputs: Any, traced: Traced) -> Tensor:
+    """The leaf of the model's result that the trace took as the loss."""
+    path = next(out.target for out in traced.graph.outputs if out.value == traced.loss)
+    loss: Tensor = leaf_paths(outputs)[path]
+    return loss
+
+
+def _as_mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is None:
+        return Mesh((("dp", 2),))
+    return Mesh.parse(mesh) if isinstance(mesh, str) else Mesh(tuple(mesh.items()))
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _tolerance(model: nn.Module, dtype: str | None) -> float:
+    if dtype is not None:
+        return TOLERANCES[dtype]
+    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return max((TOLERANCES[name] for name in found if name in TOLERANCES), default=1e-5)
+
+
+def _run(
+    task: VerifyTask, target: str | None, world_size: int, ranks: LocalRanks | None, threads: bool
+) -> dict[str, Any]:
+    if threads:
+        results = run_threads(world_size, lambda comm: verify_on_rank(comm, task))
+        return next(item for item in results if item is not None)
+    if target is not None:
+        options = replace(task.options, loss_fn=None)
+        task = VerifyTask(target=target, options=options, steps=task.steps)
+    if ranks is not None:
+        results = ranks.run(verify_on_rank, task)
+    else:
+        with LocalRanks(world_size) as pool:
+            results = pool.run(verify_on_rank, task)
+    return next(item for item in results if item is not None)
