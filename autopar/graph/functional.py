@@ -72,43 +72,42 @@ def functionalise(graph: Graph, copies: frozenset[str] = frozenset()) -> Graph:
     Raises:
         TraceError: A parameter or constant is written, or a write cannot be expressed.
     """
-    written = _written_roots(graph, copies)
+    _, written = memory(graph, copies)
     if not written:
         return graph
     return _Pass(graph, copies, written).run()
 
 
-def _roots(graph: Graph, copies: frozenset[str]) -> dict[str, str]:
-    """The root of every value that is not its own."""
+def memory(graph: Graph, copies: frozenset[str] | set[str]) -> tuple[dict[str, str], set[str]]:
+    """Which values share memory, and which memory is written.
+
+    Args:
+        graph: Graph that may hold in-place operators.
+        copies: As in `functionalise`.
+
+    Returns:
+        The root of every value that is not its own, and the roots that are written. Both are
+        empty when nothing is written.
+    """
     roots: dict[str, str] = {}
-    for node in graph.nodes:
-        if not node.outputs:
-            continue
-        if is_inplace(node.op):
-            aliased = True
-        else:
-            aliased = node.name not in copies and view_steps(node, graph.spec) is not None
-        if aliased:
-            operand = node.operands[0]
-            root = roots.get(operand, operand)
-            for value in node.outputs:
-                roots[value.name] = root
-    return roots
-
-
-def _written_roots(graph: Graph, copies: frozenset[str]) -> set[str]:
+    written: set[str] = set()
     if not any(is_inplace(node.op) or node.op in HIDDEN_WRITES for node in graph.nodes):
-        return set()
-    roots = _roots(graph, copies)
-    written = set()
+        return roots, written
     for node in graph.nodes:
         targets: tuple[str, ...] = ()
-        if is_inplace(node.op):
+        aliased = inplace = is_inplace(node.op)
+        if inplace:
             targets = (node.operands[0],)
         elif node.op in HIDDEN_WRITES:
             targets = HIDDEN_WRITES[node.op](node)
+        elif node.outputs and node.name not in copies:
+            aliased = view_steps(node, graph.spec) is not None
+        if aliased:
+            operand = node.operands[0]
+            root = roots.get(operand, operand)
+            roots.update((value.name, root) for value in node.outputs)
         written.update(roots.get(target, target) for target in targets)
-    return written
+    return roots, written
 
 
 class _Pass:

@@ -45,6 +45,20 @@ class Capture:
     constants: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A parameter or buffer of the user's model."""
+
+    kind: str
+    tensor: torch.Tensor
+    persistent: bool = True
+
+    @property
+    def grad(self) -> bool:
+        """Whether it is a parameter that is trained."""
+        return self.kind == "parameter" and self.tensor.requires_grad
+
+
 def tensor_spec(tensor: torch.Tensor, requires_grad: bool = False) -> TensorSpec:
     """The spec of a tensor with static sizes."""
     return TensorSpec(tuple(map(int, tensor.shape)), dtype_name(tensor.dtype), requires_grad)
@@ -356,7 +370,7 @@ def capture(
     prefix: str,
     input_paths: list[str],
     canonical: Callable[[str], str],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, State],
     outputs: list[Output],
 ) -> Capture:
     """The raw graph of an exported program.
@@ -390,40 +404,42 @@ def _inputs(
     work: Capturer,
     paths: list[str],
     canonical: Callable[[str], str],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, State],
 ) -> tuple[list[Input], dict[str, torch.Tensor]]:
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
     keys: dict[Any, str] = {}
     made: dict[tuple[str, str], str] = {}
-    places = [n for n in work.program.graph_module.graph.nodes if n.op == "placeholder"]
-    remaining = iter(paths)
-    for place, spec in zip(places, work.program.graph_signature.input_specs, strict=True):
-        grad, persistent = False, True
-        if spec.kind == InputKind.USER_INPUT:
-            kind, target = "input", next(remaining)
-            tensor = place.meta["val"]
-            grad = bool(tensor.requires_grad)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            kind = "parameter" if spec.kind == InputKind.PARAMETER else "buffer"
-            target = canonical(work.path(str(spec.target)))
-            tensor = state[target]
-            grad = kind == "parameter" and tensor.requires_grad
-            persistent = spec.persistent is not False
-        else:
-            tensor = work.program.constants[str(spec.target)]
-            kind, target = "constant", work.path(str(spec.target))
-            if "lifted_tensor" in target:
-                target = _constant_key(tensor, keys, constants)
-            else:
-                constants[target] = tensor
-        if (kind, target) not in made:
-            name = input_name(kind, target, work.specs)
-            work.specs[name] = tensor_spec(tensor, grad)
-            made[kind, target] = name
-            value = Value(name, work.specs[name])
+
+    def add(kind: str, target: str, spec: TensorSpec, persistent: bool = True) -> str:
+        name = made.get((kind, target))
+        if name is None:
+            name = made[kind, target] = input_name(kind, target, work.specs)
+            work.specs[name] = spec
+            value = Value(name, spec)
             inputs.append(Input(kind=kind, value=value, target=target, persistent=persistent))  # type: ignore[arg-type]
-        work.names[place] = made[kind, target]
+        return name
+
+    for target, item in state.items():
+        add(item.kind, target, tensor_spec(item.tensor, item.grad), item.persistent)
+    places = [n for n in work.program.graph_module.graph.nodes if n.op == "placeholder"]
+    pairs = list(zip(places, work.program.graph_signature.input_specs, strict=True))
+    for place, spec in pairs:
+        path = work.path(str(spec.target))
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            target = canonical(path)
+            work.names[place] = made[state[target].kind, target]
+        elif spec.kind != InputKind.USER_INPUT:
+            tensor = work.program.constants[str(spec.target)]
+            if "lifted_tensor" in path:
+                path = _constant_key(tensor, keys, constants)
+            else:
+                constants[path] = tensor
+            work.names[place] = add("constant", path, tensor_spec(tensor))
+    users = [place for place, spec in pairs if spec.kind == InputKind.USER_INPUT]
+    for place, path in zip(users, paths, strict=True):
+        tensor = place.meta["val"]
+        work.names[place] = add("input", path, tensor_spec(tensor, tensor.requires_grad))
     return inputs, constants
 
 

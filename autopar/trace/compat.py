@@ -17,6 +17,7 @@ LIBRARY = torch.library.Library("autopar", "DEF")
 LIBRARY.define("enter(Tensor[] inputs, str key) -> ()")
 LIBRARY.define("leave(Tensor[] outputs, str key) -> ()")
 LIBRARY.define("repeat(Tensor[] inputs, str key) -> Tensor[]")
+LIBRARY.define("repeat.one(Tensor[] inputs, str key) -> Tensor")
 LIBRARY.define("custom_function(Tensor[] inputs, str key) -> Tensor[]")
 # Markers have no results; without this, export's clean-up would take them for dead code.
 for _name in ("enter", "leave"):
@@ -36,6 +37,17 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, old)
         else:
             delattr(owner, name)
+
+
+@contextlib.contextmanager
+def patched_item(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """``module.__dict__[name]`` replaced for a while, past the module's own ``__setattr__``."""
+    old = module.__dict__[name]
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        module.__dict__[name] = old
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.graph.ir import Graph, Node, Ref, Value, map_refs
-from autopar.graph.mutations import is_inplace
-from autopar.trace.compat import patched
+from autopar.graph.mutations import HIDDEN_WRITES, is_inplace
+from autopar.trace.compat import patched, patched_item
 from autopar.trace.grouping import Group
 from autopar.trace.guards import PLAIN
 
@@ -55,11 +55,59 @@ def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
-class Repeater:
-    """Patches the members of groups for the time of one export."""
+class Unhide(Exception):
+    """Someone looked inside a member whose parameters are hidden."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
+
+class _Hidden(dict):  # type: ignore[type-arg]
+    """Stands for ``_parameters``, ``_buffers`` or ``_modules`` of a member that will not run.
+
+    It looks empty to torch.export, so that the cost of exporting does not grow with the number
+    of members, and raises `Unhide` when the model's own code looks into it.
+    """
+
+    def __init__(self, names: Iterable[str], watch: Callable[[], bool]) -> None:
+        super().__init__()
+        self.names, self.watch = frozenset(names), watch
+
+    def _look(self) -> None:
+        if self.watch() and self.names:
+            raise Unhide
+
+    def __contains__(self, name: object) -> bool:
+        if name in self.names:
+            self._look()
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._look()
+        return iter(())
+
+    def __len__(self) -> int:
+        self._look()
+        return 0
+
+    def items(self) -> Any:
+        self._look()
+        return ()
+
+    keys = values = items
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return default if name not in self else None
+
+
+class Repeater:
+    """Patches the members of groups for the time of one export.
+
+    Args:
+        groups: Modules to take for one another.
+        hide: Whether members that will not run hide their parameters from torch.export.
+    """
+
+    def __init__(self, groups: list[Group], hide: bool = True) -> None:
+        self.groups, self.hide = groups, hide
+        self.running = False
         self.records: dict[Any, _Record] = {}
         self.numbered: list[_Record] = []
 
@@ -71,7 +119,14 @@ class Repeater:
                 for index, module in enumerate(group.modules):
                     forward = self._forward(group, index, module.forward)
                     stack.enter_context(patched(module, "forward", forward))
+                    if self.hide and 1 < index < len(group.modules) - 1:
+                        self._hide(module, stack)
             yield
+
+    def _hide(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        for name in ("_parameters", "_buffers", "_modules"):
+            hidden = _Hidden(vars(module)[name], lambda: self.running)
+            stack.enter_context(patched_item(module, name, hidden))
 
     def _forward(
         self, group: Group, index: int, original: Callable[..., Any]
@@ -88,6 +143,8 @@ class Repeater:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+            if isinstance(vars(group.modules[index])["_modules"], _Hidden):
+                raise Unhide
             return original(*args, **kwargs)
         first: dict[int, int] = {}
         signature = (
@@ -108,8 +165,13 @@ class Repeater:
             self.numbered.append(record)
         key = f"{record.number}:{index}"
         if record.inline < 2 or index == len(group.modules) - 1:
+            if isinstance(vars(group.modules[index])["_modules"], _Hidden):
+                raise Unhide
             return self._inline(record, index, key, tensors, lambda: original(*args, **kwargs))
-        made = iter(torch.ops.autopar.repeat(tensors, key))
+        if len(record.metas) == 1:
+            made = iter((torch.ops.autopar.repeat.one(tensors, key),))
+        else:
+            made = iter(torch.ops.autopar.repeat(tensors, key))
         filled = [next(made) if isinstance(x, torch.Tensor) else x for x in record.leaves]
         return pytree.tree_unflatten(filled, record.spec)
 
@@ -220,13 +282,17 @@ class _Body:
 
 
 class _Expander:
-    def __init__(self, graph: Graph, copies: set[str], repeater: Repeater, state: Any) -> None:
+    def __init__(
+        self, graph: Graph, copies: set[str], repeater: Repeater, state: Any, exact: bool
+    ) -> None:
         self.graph, self.copies, self.repeater = graph, copies, repeater
         self.state = state
         self.nodes: list[Node] = []
         self.rename: dict[str, str] = {}
         self.internal: dict[str, str] = {}
         self.bodies: dict[int, _Body] = {}
+        self.exact = exact
+        self.grads: dict[str, bool] = {}
         self.counter = 0
 
     def run(self) -> Graph:
@@ -240,7 +306,7 @@ class _Expander:
             elif node.op == "autopar.leave.default":
                 start, inputs = open_bodies.pop()
                 self._close(node, start, inputs)
-            elif node.op == "autopar.repeat.default":
+            elif node.op.startswith("autopar.repeat."):
                 self._check(node.operands)
                 self._repeat(node)
             else:
@@ -320,7 +386,8 @@ class _Expander:
                 and _key(mapped.kwargs) == _key(b.kwargs)
                 and a.context == b.context
                 and _relative(a.module, first.path) == _relative(b.module, second.path)
-                and [v.spec for v in a.outputs] == [v.spec for v in b.outputs]
+                and [(v.spec.shape, v.spec.dtype) for v in a.outputs]
+                == [(v.spec.shape, v.spec.dtype) for v in b.outputs]
                 and (a.name in self.copies) == (b.name in self.copies)
             )
             if not alike:
@@ -331,12 +398,28 @@ class _Expander:
         if tuple(mapping.get(name, name) for name in first.outputs) != second.outputs:
             raise Regroup(group.name, "members return different values")
 
+    def _check_grads(
+        self, body: _Body, node: Node, mapping: dict[str, str], group: Group
+    ) -> None:
+        """The body's requires_grad flags hold for the call too."""
+        pairs = [*zip(body.inputs, node.operands, strict=True), *mapping.items()]
+        pairs += zip(body.outputs, (value.name for value in node.outputs), strict=True)
+        for name, other in pairs:
+            if self.graph.spec(name).requires_grad != self._grad(other):
+                raise Regroup(group.name, "gradients flow differently")
+
+    def _grad(self, name: str) -> bool:
+        flag = self.grads.get(name)
+        return self.graph.spec(name).requires_grad if flag is None else flag
+
     def _repeat(self, node: Node) -> None:
         record, index = self._record(node)
         body = self.bodies.get(record.number)
         if body is None:
             raise Regroup(record.group.name, "was not traced")
         mapping = self._parameters(record.group, body.index, index)
+        if self.exact:
+            self._check_grads(body, node, mapping, record.group)
         mapping.update(zip(body.inputs, node.operands, strict=True))
         path = record.group.paths[index]
         modules: dict[str, str] = {}
@@ -351,6 +434,7 @@ class _Expander:
             for value in item.outputs:
                 self.counter += 1
                 name = mapping[value.name] = f"r{self.counter}"
+                self.grads[name] = value.spec.requires_grad
                 outputs.append(Value(name, value.spec))
             if item.name in self.copies:
                 self.copies.add(mapping[item.name])
@@ -403,18 +487,54 @@ def expand(
     copies: set[str],
     repeater: Repeater,
     state: Callable[[nn.Module], dict[str, str]],
+    *,
+    exact: bool,
 ) -> Graph:
     """`graph` with markers gone and opaque calls replaced by the bodies they stand for.
 
     Args:
-        graph: Raw graph with markers and opaque calls.
+        graph: Graph with markers and opaque calls.
         copies: Results that do not alias; names of copied nodes are added.
         repeater: What was recorded while tracing.
         state: Value name of each parameter and buffer of a module, by path inside it.
+        exact: Copied bodies must be right as they are, with their requires_grad flags.
 
     Raises:
         Regroup: Members of a group turn out to differ.
     """
-    return _Expander(graph, copies, repeater, state).run()
+    return _Expander(graph, copies, repeater, state, exact).run()
 
 
+def bodies_are_pure(graph: Graph, roots: dict[str, str], written: set[str]) -> bool:
+    """Whether no write crosses the border of a body.
+
+    Args:
+        graph: Raw graph with markers.
+        roots: Root of every value that shares memory with another.
+        written: Roots that are written.
+
+    Returns:
+        True when bodies may be rewritten to plain values before they are copied: everything
+        written inside a body is made and stays inside it, and nothing else that is written
+        enters or leaves one.
+    """
+    made_in: dict[str, int] = {}
+    depth = 0
+    for node in graph.nodes:
+        if node.op == "autopar.enter.default":
+            depth += 1
+        if node.op.startswith("autopar.") and not node.op.startswith("autopar.custom"):
+            crossing = (*node.operands, *(value.name for value in node.outputs))
+            if any(roots.get(name, name) in written for name in crossing):
+                return False
+        if node.op == "autopar.leave.default":
+            depth -= 1
+        for value in node.outputs:
+            made_in[value.name] = depth
+        if depth and (is_inplace(node.op) or node.op in HIDDEN_WRITES):
+            targets = node.operands[:1]
+            if node.op in HIDDEN_WRITES:
+                targets = HIDDEN_WRITES[node.op](node)
+            if any(made_in.get(roots.get(name, name), 0) != depth for name in targets):
+                return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,17 +16,17 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph.canonical import canonicalise
-from autopar.graph.dce import remove_dead
-from autopar.graph.functional import functionalise
+from autopar.graph.dce import number, remove_dead
+from autopar.graph.functional import functionalise, memory
 from autopar.graph.ir import Graph, Output
 from autopar.graph.verify import verify
 from autopar.trace import compat
-from autopar.trace.capture import Capture, capture, convert
+from autopar.trace.capture import Capture, State, capture, convert
 from autopar.trace.custom import CustomFunction, CustomFunctions
 from autopar.trace.diagnose import explain
 from autopar.trace.grouping import find_groups
 from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
-from autopar.trace.repeat import Regroup, Repeater, expand
+from autopar.trace.repeat import Regroup, Repeater, Unhide, bodies_are_pure, expand
 
 LossFunction = Callable[..., torch.Tensor]
 LOSS_PATH = "loss_fn(...)"
@@ -104,6 +105,11 @@ def _repeat(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     return _SESSION.get().repeater.fake(key)
 
 
+@torch.library.register_fake("autopar::repeat.one")
+def _repeat_one(tensors: list[torch.Tensor], key: str) -> torch.Tensor:
+    return _SESSION.get().repeater.fake(key)[0]
+
+
 @torch.library.register_fake("autopar::custom_function")
 def _custom_function(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     return _SESSION.get().custom.fake(tensors, key)
@@ -121,6 +127,15 @@ class _Wrapper(nn.Module):
         self.loss_fn, self.leaves, self.spec = loss_fn, leaves, spec
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run model and loss; returns the tensors of the result, then the loss."""
+        repeater = _SESSION.get().repeater
+        repeater.running = True
+        try:
+            return self._run(tensors)
+        finally:
+            repeater.running = False
+
+    def _run(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -201,15 +216,19 @@ def trace(
     check_leaves(leaf_paths((tuple(args), kwargs), ("args", "kwargs")), "input")
     notes: list[str] = []
     excluded: set[str] = set()
+    hide = True
     with contextlib.ExitStack() as stack:
         _quieten(module, stack, notes)
         while True:
             groups = find_groups(module, excluded) if share_layers else []
+            repeater = Repeater(groups, hide)
             try:
-                return _trace_once(module, tuple(args), kwargs, loss_fn, groups, notes)
+                return _trace_once(module, tuple(args), kwargs, loss_fn, repeater, notes)
             except Regroup as doubt:
                 excluded.add(doubt.group)
                 share_layers = share_layers and len(excluded) < 6
+            except Unhide:
+                hide = False
 
 
 def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -> None:
@@ -233,13 +252,13 @@ def _trace_once(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
-    groups: list[Any],
+    repeater: Repeater,
     notes: list[str],
 ) -> Traced:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     by_path = leaf_paths((args, kwargs), ("args", "kwargs"))
     tensors = _distinct([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], module)
-    session = _Session(Repeater(groups))
+    session = _Session(repeater)
     wrapper = _Wrapper(module, loss_fn, leaves, in_spec)
     program = _export(wrapper, module, tuple(tensors), session)
     state = _State(module)
@@ -248,7 +267,7 @@ def _trace_once(
         prefix="model",
         input_paths=[path for path, leaf in by_path.items() if isinstance(leaf, torch.Tensor)],
         canonical=state.canonical,
-        state=state.tensors,
+        state=state.table,
         outputs=session.outputs,
     )
     graph, loss = _finish(raw, session, state)
@@ -301,9 +320,11 @@ def _export(
         stack.enter_context(compat.intercepted_functions(session.custom.intercept))
         try:
             return compat.export(wrapper, tensors)
-        except Regroup:
+        except (Regroup, Unhide):
             raise
         except Exception as error:
+            if session.repeater.groups and session.repeater.hide:
+                raise Unhide from error  # perhaps the fault of hiding: try without
             raise explain(error, module) from error
 
 
@@ -335,7 +356,12 @@ class _State:
             self._add(name, parameter, self.parameters)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             self._add(name, buffer, self.buffers)
-        self.tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}
+        self.table: dict[str, State] = {
+            name: State(kind="parameter", tensor=tensor) for name, tensor in self.parameters.items()
+        }
+        persistent = _persistent_buffers(module)
+        for name, tensor in self.buffers.items():
+            self.table[name] = State(kind="buffer", tensor=tensor, persistent=name in persistent)
         self._suffixes: dict[int, dict[str, str]] = {}
 
     def _add(self, name: str, tensor: torch.Tensor, table: dict[str, Any]) -> None:
@@ -362,20 +388,46 @@ class _State:
         return found
 
 
+def _persistent_buffers(module: nn.Module) -> set[str]:
+    """FQNs of the buffers that are part of the state dict."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules(remove_duplicate=False)
+        for name in child._buffers
+        if name not in child._non_persistent_buffers_set
+    }
+
+
 def _finish(raw: Capture, session: _Session, state: _State) -> tuple[Graph, str | None]:
     """The passes from raw to canonical, and the name of the loss."""
-    values = {
-        item.target: item.value.name
-        for item in raw.graph.inputs
-        if item.kind in ("parameter", "buffer")
-    }
-    graph = raw.graph
-    if session.repeater.groups:
-        graph = expand(graph, raw.copies, session.repeater, lambda m: state.names(values, m))
-    graph = remove_dead(canonicalise(functionalise(graph, frozenset(raw.copies))))
+    graph = number(remove_dead(_canonical(raw, session, state)))
     verify(graph)
     loss = None
     if session.loss is not None:
         place = next(i for i, item in enumerate(session.outputs) if item.value == session.loss)
         loss = graph.outputs[place].value
     return graph, loss
+
+
+def _canonical(raw: Capture, session: _Session, state: _State) -> Graph:
+    """The canonical graph, with repeated layers expanded.
+
+    Bodies are rewritten before they are copied, which is quick, unless writes in place cross
+    their border or gradients flow differently through the copies.
+    """
+    repeater = session.repeater
+    if not repeater.groups:
+        return canonicalise(functionalise(raw.graph, frozenset(raw.copies)))
+    values = {
+        item.target: item.value.name
+        for item in raw.graph.inputs
+        if item.kind in ("parameter", "buffer")
+    }
+    names = functools.partial(state.names, values)
+    roots, written = memory(raw.graph, raw.copies)
+    if bodies_are_pure(raw.graph, roots, written):
+        graph = canonicalise(functionalise(raw.graph, frozenset(raw.copies)))
+        with contextlib.suppress(Regroup):
+            return expand(graph, set(), repeater, names, exact=True)
+    graph = expand(raw.graph, raw.copies, repeater, names, exact=False)
+    return canonicalise(functionalise(graph, frozenset(raw.copies)))
