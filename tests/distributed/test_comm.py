@@ -18,7 +18,7 @@ DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
     torch.bool, torch.complex64,
 ]  # fmt: skip
-LARGE = 70_000  # elements: above the size where gloo's paths change
+LARGE = 70_000  # elements: more than fits one message buffer
 
 
 def world(comm: Communicator) -> tuple[int, ...]:
