@@ -218,6 +218,7 @@ def trace(
     excluded: set[str] = set()
     hide = True
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compat.no_collection())
         _quieten(module, stack, notes)
         while True:
             groups = find_groups(module, excluded) if share_layers else []
