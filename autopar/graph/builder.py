@@ -59,16 +59,25 @@ class GraphBuilder:
         args: tuple[Arg, ...],
         specs: Iterable[TensorSpec],
         kwargs: tuple[tuple[str, Arg], ...] = (),
+        flags: tuple[bool, ...] | None = None,
     ) -> tuple[str, ...]:
-        """Append a call and return the names of its results."""
+        """Append a call and return the names of its results.
+
+        Args:
+            op: Operator.
+            args: Positional arguments.
+            specs: Specs of the results; `requires_grad` is worked out here.
+            kwargs: Keyword arguments.
+            flags: `requires_grad` of each result where the usual rule does not hold.
+        """
         known = self.specs
         grad = op not in NOT_DIFFERENTIABLE and (
             any(known[ref.name].requires_grad for arg in args for ref in iter_refs(arg))
             or any(known[ref.name].requires_grad for _, arg in kwargs for ref in iter_refs(arg))
         )
         values = []
-        for spec in specs:
-            wanted = grad and spec.is_floating
+        for index, spec in enumerate(specs):
+            wanted = (grad if flags is None else flags[index]) and spec.is_floating
             if spec.requires_grad != wanted:
                 spec = TensorSpec(spec.shape, spec.dtype, wanted)
             name = self.fresh(op)

@@ -77,14 +77,23 @@ _FILLS: dict[str, int | str] = {
 }  # fmt: skip
 
 
-def canonicalise(graph: Graph) -> Graph:
-    """`graph` in canonical spelling (see the module docstring); it must be functional."""
-    return _Pass(graph).run()
+GradientRule = Callable[[Node, tuple[bool, ...]], tuple[bool, ...] | None]
+
+
+def canonicalise(graph: Graph, gradients: GradientRule | None = None) -> Graph:
+    """`graph` in canonical spelling (see the module docstring).
+
+    Args:
+        graph: A functional graph.
+        gradients: Given a call and whether each operand requires a gradient, whether each
+            result does; None for calls that follow the usual rule (any operand does).
+    """
+    return _Pass(graph, gradients).run()
 
 
 class _Pass:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, gradients: GradientRule | None) -> None:
+        self.graph, self.gradients = graph, gradients
         self.builder = GraphBuilder(graph.inputs)
         self.names: dict[str, str] = {}
 
@@ -127,7 +136,11 @@ class _Pass:
 
     def _copy(self, node: Node) -> Names:
         specs = tuple(value.spec for value in node.outputs)
-        return self.builder.emit(node.op, node.args, specs, node.kwargs)
+        flags = None
+        if self.gradients is not None:
+            operands = tuple(self.builder.specs[name].requires_grad for name in node.operands)
+            flags = self.gradients(node, operands)
+        return self.builder.emit(node.op, node.args, specs, node.kwargs, flags)
 
 
 Rewrite = Callable[[GraphBuilder, Node], Names]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,18 @@ LIBRARY.define("custom_function(Tensor[] inputs, str key) -> Tensor[]")
 # Markers have no results; without this, export's clean-up would take them for dead code.
 for _name in ("enter", "leave"):
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
+
+
+class Abort(Exception):
+    """Ends an export whose model raised.
+
+    torch.export hangs the unfinished graph on exceptions as `partial_fx_graph` and prints it;
+    this one does not take it.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
 
 
 @contextlib.contextmanager
@@ -93,6 +106,19 @@ def plain_checkpoints(seen: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def masks_unread() -> Iterator[None]:
+    """`nn.TransformerEncoder` takes a mask as a mask, without reading whether it is causal."""
+    module = torch.nn.modules.transformer
+    name = "_detect_is_causal_mask"
+
+    def told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with patched(module, name, told) if hasattr(module, name) else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
     """Calls of custom autograd functions go to ``handle(cls, run, *args)``.
 
@@ -121,7 +147,19 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Warnings of a logger of torch are not shown: errors say more."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """The training IR of `module` on `inputs`, with gradients enabled."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _quiet("torch.fx.experimental.symbolic_shapes"):
         return torch.export.export(module, inputs, strict=False)

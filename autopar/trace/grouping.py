@@ -9,7 +9,7 @@ shows that the members may differ, and undoes the group.
 from __future__ import annotations
 
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,14 @@ class Group:
         paths: FQN of each member, in module order.
         modules: The members.
         indexed: Attribute names, by path inside the member, that hold a member's own integer.
+        inner: Whether members lie inside members of another group.
     """
 
     name: str
     paths: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     indexed: tuple[tuple[str, str], ...]
+    inner: bool = False
 
 
 class _Unknown(Exception):
@@ -190,16 +192,23 @@ def find_groups(root: nn.Module, excluded: set[str] | frozenset[str] = frozenset
         if signature is not None and "*" in (pattern := _pattern(path)) and _worthwhile(module):
             members[pattern, signature].append((path, module))
     groups: list[Group] = []
-    covering: dict[str, int] = {}
-    for (pattern, signature), found in members.items():
-        if len(found) < SMALLEST_GROUP or _covered(found, covering):
+    covering: set[str] = set()
+    for (pattern, signature), found in sorted(members.items(), key=_depth):
+        kept, inner = _uncovered(found, covering)
+        if len(kept) < SMALLEST_GROUP:
             continue
-        for name, part, indexed in _by_numbers(f"{pattern}#{signature}", found, signer):
+        for name, part, indexed in _by_numbers(f"{pattern}#{signature}", kept, signer):
             if name not in excluded:
                 paths, mods = zip(*part, strict=True)
-                groups.append(Group(name=name, paths=paths, modules=mods, indexed=indexed))
-                covering.update(dict.fromkeys(paths, len(paths)))
+                groups.append(
+                    Group(name=name, paths=paths, modules=mods, indexed=indexed, inner=inner)
+                )
+                covering.update(paths)
     return groups
+
+
+def _depth(item: tuple[tuple[str, int], object]) -> int:
+    return item[0][0].count(".")
 
 
 def _worthwhile(module: nn.Module) -> bool:
@@ -207,14 +216,23 @@ def _worthwhile(module: nn.Module) -> bool:
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn")
 
 
-def _covered(found: list[tuple[str, nn.Module]], covering: dict[str, int]) -> bool:
-    """Whether the modules lie in members of a group that is not much smaller."""
+def _uncovered(
+    found: list[tuple[str, nn.Module]], covering: set[str]
+) -> tuple[list[tuple[str, nn.Module]], bool]:
+    """The modules outside members of other groups; all of them when many lie in one member.
+
+    Returns:
+        The modules, and whether some lie inside members.
+    """
+    outers = []
     for path, _ in found:
         parts = path.split(".")
-        outer = (covering.get(".".join(parts[:depth])) for depth in range(1, len(parts)))
-        if not any(count is not None and 2 * count >= len(found) for count in outer):
-            return False
-    return True
+        above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        outers.append(next((outer for outer in above if outer in covering), None))
+    counts = Counter(outer for outer in outers if outer is not None)
+    if counts and max(counts.values()) >= 2 * SMALLEST_GROUP:
+        return found, True
+    return [item for item, outer in zip(found, outers, strict=True) if outer is None], False
 
 
 def _numbers(module: nn.Module, signer: _Signer) -> dict[tuple[str, str], int]:

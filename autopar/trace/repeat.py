@@ -21,22 +21,27 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.ir import Graph, Node, Ref, Value, map_refs
 from autopar.graph.mutations import HIDDEN_WRITES, is_inplace
+from autopar.graph.views import ALIASES
 from autopar.trace.compat import patched, patched_item
 from autopar.trace.grouping import Group
 from autopar.trace.guards import PLAIN
 
 
 class Regroup(Exception):
-    """A group whose members cannot be taken for one another.
+    """Groups whose members cannot be taken for one another.
 
     Args:
-        group: Name of the group.
+        group: Name of the group, or names.
         reason: Why, for people.
     """
 
-    def __init__(self, group: str, reason: str) -> None:
+    def __init__(self, group: str | frozenset[str], reason: str) -> None:
         super().__init__(f"{group}: {reason}")
-        self.group, self.reason = group, reason
+        self.groups = frozenset((group,)) if isinstance(group, str) else group
+
+
+class Inexact(Exception):
+    """Rewritten bodies cannot be copied as they are; the raw ones perhaps can."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +124,7 @@ class Repeater:
                 for index, module in enumerate(group.modules):
                     forward = self._forward(group, index, module.forward)
                     stack.enter_context(patched(module, "forward", forward))
-                    if self.hide and 1 < index < len(group.modules) - 1:
+                    if self.hide and not group.inner and 1 < index < len(group.modules) - 1:
                         self._hide(module, stack)
             yield
 
@@ -290,6 +295,7 @@ class _Expander:
         self.nodes: list[Node] = []
         self.rename: dict[str, str] = {}
         self.internal: dict[str, str] = {}
+        self.leaking: set[str] = set()
         self.bodies: dict[int, _Body] = {}
         self.exact = exact
         self.grads: dict[str, bool] = {}
@@ -319,14 +325,14 @@ class _Expander:
                 self._check((name,))
                 item = replace(item, value=name)
             outputs.append(item)
+        if self.leaking:
+            raise Regroup(frozenset(self.leaking), "values made inside are used outside")
         return Graph(inputs=self.graph.inputs, nodes=tuple(self.nodes), outputs=tuple(outputs))
 
     def _check(self, names: tuple[str, ...]) -> None:
         """No value made inside a closed body is used outside, other than its results."""
         internal = self.internal
-        for name in names:
-            if name in internal:
-                raise Regroup(internal[name], "a value made inside is used outside")
+        self.leaking.update(internal[name] for name in names if name in internal)
 
     def _record(self, node: Node) -> tuple[_Record, int]:
         number, index = map(int, str(node.args[1]).split(":"))
@@ -342,10 +348,26 @@ class _Expander:
             outputs=node.operands,
             nodes=tuple(self.nodes[start:]),
         )
+        self._seal(body, group)
+        known = self.bodies.get(record.number)
+        if known is None:
+            self.bodies[record.number] = body
+        else:
+            self._compare(known, body, group)
+            if body.index == known.index + 1 or known.index == 0:
+                self.bodies[record.number] = body
+
+    def _seal(self, body: _Body, group: Group) -> None:
+        """Note which values must not be used outside the body.
+
+        A result that *is* an operand from outside (of an in-place call, of a cast that casts
+        nothing) goes by that operand's name outside: torch.export continues with the result.
+        """
         made = {value.name for item in body.nodes for value in item.outputs}
         results = set(body.outputs)
         for item in body.nodes:
-            target = item.operands[0] if is_inplace(item.op) else None
+            same = is_inplace(item.op) or self._is_operand(item)
+            target = item.operands[0] if same else None
             for value in item.outputs:
                 if target is not None:
                     target = self.rename.get(target, target)
@@ -354,13 +376,10 @@ class _Expander:
                         continue
                 if value.name not in results:
                     self.internal[value.name] = group.name
-        known = self.bodies.get(record.number)
-        if known is None:
-            self.bodies[record.number] = body
-        else:
-            self._compare(known, body, group)
-            if body.index == known.index + 1 or known.index == 0:
-                self.bodies[record.number] = body
+
+    def _is_operand(self, node: Node) -> bool:
+        """Whether the result of a call is its operand."""
+        return node.op in ALIASES and "detach" not in node.op and node.name not in self.copies
 
     def _parameters(self, group: Group, source: int, target: int) -> dict[str, str]:
         """Value names of the parameters of one member to those of another."""
@@ -377,7 +396,7 @@ class _Expander:
         mapping = self._parameters(group, first.index, second.index)
         mapping.update(zip(first.inputs, second.inputs, strict=True))
         if len(first.nodes) != len(second.nodes):
-            raise Regroup(group.name, "members run different operators")
+            raise self._doubt(group, "members run different operators")
         for a, b in zip(first.nodes, second.nodes, strict=True):
             mapped = _renamed(a, mapping)
             alike = (
@@ -391,12 +410,15 @@ class _Expander:
                 and (a.name in self.copies) == (b.name in self.copies)
             )
             if not alike:
-                raise Regroup(group.name, f"members differ at {a.op} ({b.source})")
+                raise self._doubt(group, f"members differ at {a.op} ({b.source})")
             mapping.update(
                 (x.name, y.name) for x, y in zip(a.outputs, b.outputs, strict=True)
             )
         if tuple(mapping.get(name, name) for name in first.outputs) != second.outputs:
-            raise Regroup(group.name, "members return different values")
+            raise self._doubt(group, "members return different values")
+
+    def _doubt(self, group: Group, reason: str) -> Exception:
+        return Inexact(reason) if self.exact else Regroup(group.name, reason)
 
     def _check_grads(
         self, body: _Body, node: Node, mapping: dict[str, str], group: Group
@@ -405,8 +427,8 @@ class _Expander:
         pairs = [*zip(body.inputs, node.operands, strict=True), *mapping.items()]
         pairs += zip(body.outputs, (value.name for value in node.outputs), strict=True)
         for name, other in pairs:
-            if self.graph.spec(name).requires_grad != self._grad(other):
-                raise Regroup(group.name, "gradients flow differently")
+            if self._grad(name) != self._grad(other):
+                raise Inexact("gradients flow differently")
 
     def _grad(self, name: str) -> bool:
         flag = self.grads.get(name)
@@ -501,8 +523,31 @@ def expand(
 
     Raises:
         Regroup: Members of a group turn out to differ.
+        Inexact: With `exact`, copies of the bodies would not be right as they are.
     """
     return _Expander(graph, copies, repeater, state, exact).run()
+
+
+class GradientFlags:
+    """Tells which results of an opaque call carry a gradient: those of the body it stands for."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[bool, ...]] = {}
+
+    def __call__(self, node: Node, operands: tuple[bool, ...]) -> tuple[bool, ...] | None:
+        """Flags of the results of `node`, or None when it is no opaque call.
+
+        Args:
+            node: Any call, in execution order.
+            operands: Whether each operand carries a gradient.
+        """
+        if not node.op.startswith(("autopar.leave.", "autopar.repeat.")):
+            return None
+        number = str(node.args[1]).split(":")[0]
+        if node.op.startswith("autopar.leave."):
+            self.known[number] = operands
+            return ()
+        return self.known[number]
 
 
 def bodies_are_pure(graph: Graph, roots: dict[str, str], written: set[str]) -> bool:

@@ -26,7 +26,15 @@ from autopar.trace.custom import CustomFunction, CustomFunctions
 from autopar.trace.diagnose import explain
 from autopar.trace.grouping import find_groups
 from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
-from autopar.trace.repeat import Regroup, Repeater, Unhide, bodies_are_pure, expand
+from autopar.trace.repeat import (
+    GradientFlags,
+    Inexact,
+    Regroup,
+    Repeater,
+    Unhide,
+    bodies_are_pure,
+    expand,
+)
 
 LossFunction = Callable[..., torch.Tensor]
 LOSS_PATH = "loss_fn(...)"
@@ -89,6 +97,7 @@ class _Session:
     out_spec: Any = None
     loss: str | None = None
     checkpoints: int = 0
+    error: Exception | None = None
 
 
 _SESSION: contextvars.ContextVar[_Session] = contextvars.ContextVar("autopar_trace")
@@ -132,6 +141,9 @@ class _Wrapper(nn.Module):
         repeater.running = True
         try:
             return self._run(tensors)
+        except Exception as error:
+            _SESSION.get().error = error
+            raise compat.Abort from error
         finally:
             repeater.running = False
 
@@ -226,8 +238,8 @@ def trace(
             try:
                 return _trace_once(module, tuple(args), kwargs, loss_fn, repeater, notes)
             except Regroup as doubt:
-                excluded.add(doubt.group)
-                share_layers = share_layers and len(excluded) < 6
+                excluded |= doubt.groups
+                share_layers = share_layers and len(excluded) < 12
             except Unhide:
                 hide = False
 
@@ -314,32 +326,45 @@ def _export(
     def count() -> None:
         session.checkpoints += 1
 
-    with _flags_kept(module), contextlib.ExitStack() as stack:
+    with _untouched(module), contextlib.ExitStack() as stack:
         stack.callback(_SESSION.reset, _SESSION.set(session))
         stack.enter_context(session.repeater.active())
         stack.enter_context(compat.plain_checkpoints(count))
+        stack.enter_context(compat.masks_unread())
         stack.enter_context(compat.intercepted_functions(session.custom.intercept))
         try:
             return compat.export(wrapper, tensors)
-        except (Regroup, Unhide):
-            raise
-        except Exception as error:
-            if session.repeater.groups and session.repeater.hide:
+        except Exception as raised:
+            error = session.error or raised
+            if isinstance(error, Regroup | Unhide):
+                raise error from None
+            hidden = session.repeater.groups and session.repeater.hide
+            if hidden and isinstance(error, AttributeError | KeyError | IndexError):
                 raise Unhide from error  # perhaps the fault of hiding: try without
             raise explain(error, module) from error
 
 
 @contextlib.contextmanager
-def _flags_kept(module: nn.Module) -> Iterator[None]:
-    """Whatever tracing or the model's forward switches, switched back."""
-    training = [(child, child.training) for child in module.modules()]
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Whatever tracing or the model's forward changes in the modules is changed back."""
+    spaces = []
+    for child in module.modules():
+        space = dict(vars(child))
+        inner = {k: dict(v) for k, v in space.items() if k[:1] == "_" and isinstance(v, dict)}
+        spaces.append((child, space, inner))
     grads = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
         yield
     finally:
-        for child, flag in training:
-            if child.training is not flag:
-                child.training = flag
+        for child, space, inner in spaces:
+            now = vars(child)
+            if now.keys() != space.keys() or any(now[key] is not space[key] for key in space):
+                now.clear()
+                now.update(space)
+            for key, content in inner.items():
+                if space[key] != content:
+                    space[key].clear()
+                    space[key].update(content)
         for parameter, flag in grads:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
@@ -427,8 +452,9 @@ def _canonical(raw: Capture, session: _Session, state: _State) -> Graph:
     names = functools.partial(state.names, values)
     roots, written = memory(raw.graph, raw.copies)
     if bodies_are_pure(raw.graph, roots, written):
-        graph = canonicalise(functionalise(raw.graph, frozenset(raw.copies)))
-        with contextlib.suppress(Regroup):
+        graph = functionalise(raw.graph, frozenset(raw.copies))
+        graph = canonicalise(graph, GradientFlags())
+        with contextlib.suppress(Inexact):
             return expand(graph, set(), repeater, names, exact=True)
     graph = expand(raw.graph, raw.copies, repeater, names, exact=False)
     return canonicalise(functionalise(graph, frozenset(raw.copies)))
