@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Node
 from autopar.plan.strategies import Constraints
-from autopar.sharding.choices import (
-    GRADIENT,
-    REPLICATED,
-    Choice,
-    Choices,
-    place_call,
-)
+from autopar.sharding.choices import GRADIENT, REPLICATED, Choice, Choices, place_call
 from autopar.sharding.factors import Factors, Unit
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import REPLICATE, Pair, Placements, Shard, legal
+from autopar.sharding.rule import OpRule
 
 _ACTIVATIONS_ONLY = frozenset({"seq"})
 """Factors split only where gradients flow: masks and tables are cheaper whole."""
@@ -51,37 +46,62 @@ def assign(
     """
     state = _State(from_parameters={item.value.name for item in graph.parameters()})
     orders = tuple(constraints.names(name) for name in owner)
+    known: dict[object, tuple[Choices, tuple[Pair, ...]]] = {}
     picked: list[Choices] = []
     for node, rule, units in zip(graph.nodes, factors.rules, factors.units, strict=True):
-        choices: list[Choice] = []
-        if rule is None:
-            choices = [REPLICATED] * len(orders)
-        else:
-            for axis, names in enumerate(orders):
-                unit = _pick(node, units, names, axis, choices, mesh, state, factors)
-                choices.append(Choice("split", unit) if unit else _rest(node, names, state))
+        operands = node.operands
+        only_parameters = bool(operands) and state.from_parameters.issuperset(operands)
+        differentiable = any(value.spec.requires_grad for value in node.outputs)
+        # Alike calls on alike operands choose alike, so depth costs a look-up per op.
+        key = (
+            id(rule), units, tuple(map(state.pairs.get, operands)),
+            only_parameters, differentiable, len(node.outputs),
+        )  # fmt: skip
+        if key not in known:
+            here = _Call(operands, rule, units, differentiable, only_parameters)
+            choices = _choose(here, orders, mesh, state)
             if constraints.explicit:
-                _check(node, units, tuple(choices), owner, constraints, mesh)
-        picked.append(tuple(choices))
-        call = place_call(node, rule, picked[-1])
+                _check(node, units, choices, owner, constraints, mesh)
+            known[key] = (choices, place_call(node, rule, choices).outputs)
+        choices, outputs = known[key]
+        picked.append(choices)
         state.pairs.update(
-            (value.name, pair) for value, pair in zip(node.outputs, call.outputs, strict=True)
+            (value.name, pair) for value, pair in zip(node.outputs, outputs, strict=True)
         )
-        if node.operands and all(name in state.from_parameters for name in node.operands):
+        if only_parameters:
             state.from_parameters.update(value.name for value in node.outputs)
     return tuple(picked)
 
 
-def _rest(node: Node, names: tuple[str, ...], state: _State) -> Choice:
-    """What an op without a wanted factor does.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the choice of one op depends on."""
 
-    On a data axis, ops on parameters alone let gradients stay Partial, so that they are reduced
-    once, in buckets.
-    """
-    if "batch" in names and node.operands and any(v.spec.requires_grad for v in node.outputs):
-        if all(name in state.from_parameters for name in node.operands):
-            return GRADIENT
-    return REPLICATED
+    operands: tuple[str, ...]
+    rule: OpRule | None
+    units: tuple[Unit, ...]
+    differentiable: bool
+    only_parameters: bool
+
+
+def _choose(
+    call: _Call, orders: tuple[tuple[str, ...], ...], mesh: Mesh, state: _State
+) -> Choices:
+    """One choice per sub-axis."""
+    if call.rule is None:
+        return (REPLICATED,) * len(orders)
+    choices: list[Choice] = []
+    for axis, names in enumerate(orders):
+        unit = _pick(call, names, axis, choices, mesh, state)
+        if unit is not None:
+            choices.append(Choice("split", unit))
+        elif "batch" in names and call.only_parameters and call.differentiable:
+            # Gradients of ops on parameters alone stay Partial on a data axis, so that they are
+            # reduced once, in buckets.
+            choices.append(GRADIENT)
+        else:
+            choices.append(REPLICATED)
+    return tuple(choices)
 
 
 def _matches(unit: Unit, name: str) -> bool:
@@ -89,25 +109,22 @@ def _matches(unit: Unit, name: str) -> bool:
 
 
 def _pick(
-    node: Node,
-    units: tuple[Unit, ...],
+    call: _Call,
     names: tuple[str, ...],
     axis: int,
     earlier: list[Choice],
     mesh: Mesh,
     state: _State,
-    factors: Factors,
 ) -> Unit | None:
     """The unit to split along one sub-axis, or None."""
     size = mesh.shape[axis]
     if size == 1:
         return None
-    differentiable = any(value.spec.requires_grad for value in node.outputs)
     for name in names:
-        if name in _ACTIVATIONS_ONLY and not differentiable:
+        if name in _ACTIVATIONS_ONLY and not call.differentiable:
             continue
         found = []
-        for position, unit in enumerate(units):
+        for position, unit in enumerate(call.units):
             if not _matches(unit, name):
                 continue
             taken = math.prod(
@@ -116,34 +133,21 @@ def _pick(
             if unit.size < taken * size:
                 continue
             even = unit.size % (taken * size) == 0
-            found.append((even, _follows(node, unit, axis, state, factors), -position, unit))
+            found.append((even, _follows(call, unit, axis, state), -position, unit))
         if found:
             return max(found, key=lambda item: item[:3])[3]
     return None
 
 
-def _follows(node: Node, unit: Unit, axis: int, state: _State, factors: Factors) -> int:
-    """Bytes of operands that are already split as `unit` wants them along `axis`."""
+def _follows(call: _Call, unit: Unit, axis: int, state: _State) -> int:
+    """Number of operands that are already split as `unit` wants them along `axis`."""
+    assert call.rule is not None
     total = 0
-    for name, place in _operand_shards(node, unit, factors):
-        pair = state.pairs.get(name)
-        if pair is not None and pair.forward[axis] == place:
-            total += 1
+    for place in call.rule.letter(unit.letter).operands:
+        pair = state.pairs.get(call.operands[place.slot])
+        wanted = Shard(place.dim, place.stride * unit.stride, unit.size)
+        total += pair is not None and pair.forward[axis] == wanted
     return total
-
-
-def _operand_shards(node: Node, unit: Unit, factors: Factors) -> list[tuple[str, Shard]]:
-    rule = factors.rules[_index(node, factors)]
-    assert rule is not None
-    operands = node.operands
-    return [
-        (operands[place.slot], Shard(place.dim, place.stride * unit.stride, unit.size))
-        for place in rule.letter(unit.letter).operands
-    ]
-
-
-def _index(node: Node, factors: Factors) -> int:
-    return factors.positions[node.name]
 
 
 def _check(

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.graph.ir import Graph, Node
+from autopar.graph.ir import Graph, Node, map_refs
 from autopar.sharding.rule import Letter, OpRule, rule_for
 
 
@@ -73,14 +73,14 @@ class _Classes:
         self.parent: list[int] = []
         self.size: list[int] = []
         self.cuts: list[set[int]] = []
-        self.links: list[list[tuple[int, int, bool]]] = []  # (other, stride, other is the dim)
-        self.work: list[int] = []
+        self.links: list[set[tuple[int, int, bool]]] = []  # (other, stride, other is the dim)
+        self.work: set[int] = set()
 
     def new(self, size: int) -> int:
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.cuts.append({1, size})
-        self.links.append([])
+        self.links.append(set())
         return len(self.parent) - 1
 
     def find(self, item: int) -> int:
@@ -99,19 +99,19 @@ class _Classes:
         if len(self.links[a]) < len(self.links[b]):
             a, b = b, a
         self.parent[b] = a
-        self.links[a] += self.links[b]
-        self.links[b] = []
-        extra, self.cuts[b] = self.cuts[b], set()
+        self.links[a] |= self.links[b]
+        self.links[b] = set()
+        extra, self.cuts[b] = self.cuts[b] - self.cuts[a], set()
         for cut in sorted(extra):
             self.add(a, cut)
 
     def link(self, letter: int, dim: int, stride: int) -> None:
         a, b = self.find(letter), self.find(dim)
-        self.links[a].append((b, stride, True))
-        self.links[b].append((a, stride, False))
+        self.links[a].add((b, stride, True))
+        self.links[b].add((a, stride, False))
         self.add(b, stride)
         self.add(b, stride * self.size[a])
-        self.work += [a, b]
+        self.work |= {a, b}
 
     def add(self, item: int, cut: int) -> None:
         root = self.find(item)
@@ -119,28 +119,56 @@ class _Classes:
         if cut in cuts or any(cut % c and c % cut for c in cuts):
             return
         cuts.add(cut)
-        self.work.append(root)
+        self.work.add(root)
 
     def spread(self) -> None:
-        """Exchange cuts along the relations until nothing changes."""
-        while self.work:
-            root = self.find(self.work.pop())
-            for other, stride, other_is_dim in tuple(self.links[root]):
-                target = self.find(other)
-                if other_is_dim:
-                    for cut in tuple(self.cuts[root]):
-                        self.add(target, cut * stride)
-                    continue
-                size = self.size[target]
-                for cut in tuple(self.cuts[root]):
-                    inside, odd = divmod(cut, stride)
-                    if not odd and 1 < inside < size and size % inside == 0:
-                        self.add(target, inside)
+        """Exchange cuts along the relations until nothing changes, in a fixed order."""
+        for root, links in enumerate(self.links):
+            self.links[root] = {(self.find(other), stride, side) for other, stride, side in links}
+        queue = sorted({self.find(item) for item in self.work})
+        self.work = set(queue)
+        ordered = {root: sorted(self.links[root]) for root in queue}
+        for root in queue:
+            self.work.discard(root)
+            before = set(self.work)
+            for target, stride, other_is_dim in ordered.setdefault(root, sorted(self.links[root])):
+                self._pass_on(root, target, stride, other_is_dim)
+            queue.extend(sorted(self.work - before))
+
+    def _pass_on(self, root: int, target: int, stride: int, target_is_dim: bool) -> None:
+        if target_is_dim:
+            for cut in tuple(self.cuts[root]):
+                self.add(target, cut * stride)
+            return
+        size = self.size[target]
+        for cut in tuple(self.cuts[root]):
+            inside, odd = divmod(cut, stride)
+            if not odd and 1 < inside < size and size % inside == 0:
+                self.add(target, inside)
 
     def atoms(self, item: int) -> list[tuple[int, int]]:
         """The factors of a variable as ``(stride, size)``, innermost first."""
         cuts = sorted(self.cuts[self.find(item)])
         return [(low, high // low) for low, high in zip(cuts, cuts[1:], strict=False)]
+
+
+def _rules(graph: Graph) -> tuple[OpRule | None, ...]:
+    """The rule of every node; equal calls on equal specs share one."""
+    known: dict[object, OpRule | None] = {}
+    found = []
+    for node in graph.nodes:
+        key = (
+            node.op,
+            map_refs(node.args, lambda _: None),
+            tuple((name, map_refs(arg, lambda _: None)) for name, arg in node.kwargs),
+            tuple(graph.spec(name) for name in node.operands),
+            tuple(value.spec for value in node.outputs),
+            tuple(type(arg) for arg in node.args),
+        )
+        if key not in known:
+            known[key] = rule_for(node, graph.spec)
+        found.append(known[key])
+    return tuple(found)
 
 
 class _Builder:
@@ -151,7 +179,7 @@ class _Builder:
         self.classes = _Classes()
         self.dims: dict[tuple[str, int], int] = {}
         self.letters: dict[tuple[int, str], int] = {}
-        self.rules = tuple(rule_for(node, graph.spec) for node in graph.nodes)
+        self.rules = _rules(graph)
 
     def dim(self, value: str, dim: int) -> int:
         key = (value, dim)
@@ -163,14 +191,16 @@ class _Builder:
         for index, (node, rule) in enumerate(zip(self.graph.nodes, self.rules, strict=True)):
             if rule is None:
                 continue
+            operands = node.operands
             for letter in rule.letters:
-                self._letter(index, node, letter)
+                self._letter(index, node, letter, operands)
         self.classes.spread()
 
-    def _letter(self, index: int, node: Node, letter: Letter) -> None:
+    def _letter(
+        self, index: int, node: Node, letter: Letter, operands: tuple[str, ...]
+    ) -> None:
         variable = self.classes.new(letter.size)
         self.letters[index, letter.name] = variable
-        operands = node.operands
         places = [(operands[p.slot], p) for p in letter.operands]
         places += [(node.outputs[p.slot].name, p) for p in letter.outputs]
         for value, place in places:
@@ -190,6 +220,7 @@ class _Names:
     def __init__(self, builder: _Builder) -> None:
         self.builder, self.classes = builder, builder.classes
         self.parent: dict[Atom, Atom] = {}
+        self.known: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self.votes: dict[Atom, Counter[str]] = {}
         self.strength: dict[tuple[Atom, str], int] = {}
         self.ordinal: dict[tuple[Atom, str], tuple[int, int]] = {}
@@ -197,9 +228,12 @@ class _Names:
             self._join(root)
 
     def find(self, atom: Atom) -> Atom:
-        while (up := self.parent.get(atom, atom)) != atom:
-            atom = up
-        return atom
+        root = atom
+        while (up := self.parent.get(root, root)) != root:
+            root = up
+        while atom != root:
+            self.parent[atom], atom = root, self.parent.get(atom, root)
+        return root
 
     def _join(self, root: int) -> None:
         own = set(self.classes.atoms(root))
@@ -233,8 +267,18 @@ class _Names:
             self.find((root, low)) in self.votes for low, _ in self.classes.atoms(root)
         )
 
-    def name(self, variable: int, low: int, size: int) -> str:
-        atom = self.find((self.classes.find(variable), low))
+    def named_factors(self, variable: int) -> tuple[tuple[str, int, int], ...]:
+        """Names, strides and sizes of the factors of a variable, outermost first."""
+        root = self.classes.find(variable)
+        if root not in self.known:
+            self.known[root] = tuple(
+                (self._name(root, low, size), low, size)
+                for low, size in reversed(self.classes.atoms(root))
+            )
+        return self.known[root]
+
+    def _name(self, root: int, low: int, size: int) -> str:
+        atom = self.find((root, low))
         votes = self.votes.get(atom)
         if not votes:
             return f"dim{size}"
@@ -304,7 +348,6 @@ def infer_factors(graph: Graph) -> Factors:
     _vote_from_rules(builder, names)
     _vote_from_inputs(builder, names)
     _vote_from_structure(builder, names)
-    classes = builder.classes
     units: list[tuple[Unit, ...]] = []
     for index, rule in enumerate(builder.rules):
         found: list[Unit] = []
@@ -312,19 +355,15 @@ def infer_factors(graph: Graph) -> Factors:
             if letter.split:
                 variable = builder.letters[index, letter.name]
                 found += [
-                    Unit(letter.name, low, size, names.name(variable, low, size))
-                    for low, size in reversed(classes.atoms(variable))
+                    Unit(letter.name, low, size, name)
+                    for name, low, size in names.named_factors(variable)
                 ]
         units.append(tuple(found))
     return Factors(
         rules=builder.rules,
         units=tuple(units),
         dim_names={
-            key: tuple(
-                (names.name(variable, low, size), low, size)
-                for low, size in reversed(classes.atoms(variable))
-            )
-            for key, variable in builder.dims.items()
+            key: names.named_factors(variable) for key, variable in builder.dims.items()
         },
         positions={node.name: index for index, node in enumerate(graph.nodes)},
     )

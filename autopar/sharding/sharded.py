@@ -75,11 +75,14 @@ def shard_graph(
     Returns:
         The complete sharded graph.
     """
-    calls = tuple(
-        place_call(node, rule, picked)
-        for node, rule, picked in zip(graph.nodes, factors.rules, choices, strict=True)
-    )
-    assert all(fits(picked, mesh.shape) for picked in choices), "a unit is split too often"
+    known: dict[object, CallPlacement] = {}
+    calls = []
+    for node, rule, picked in zip(graph.nodes, factors.rules, choices, strict=True):
+        key = (id(rule), picked, len(node.operands), len(node.outputs))
+        if key not in known:
+            assert fits(picked, mesh.shape), f"{node.name}: a unit is split too often"
+            known[key] = place_call(node, rule, picked)
+        calls.append(known[key])
     uses: dict[str, list[Pair]] = {}
     for node, call in zip(graph.nodes, calls, strict=True):
         for name, pair in zip(node.operands, call.operands, strict=True):
@@ -95,7 +98,7 @@ def shard_graph(
         else:
             inputs[name] = replicated(mesh)
     return ShardedGraph(
-        graph=graph, factors=factors, mesh=mesh, choices=choices, calls=calls, inputs=inputs
+        graph=graph, factors=factors, mesh=mesh, choices=choices, calls=tuple(calls), inputs=inputs
     )
 
 
