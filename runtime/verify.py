@@ -312,6 +312,7 @@ def verify(
     tolerance: float | None = None,
     ranks: LocalRanks | None = None,
     threads: bool = False,
+    traced: Traced | None = None,
 ) -> VerifyReport:
     """Run a plan on local CPU ranks beside one device and compare.
 
@@ -329,6 +330,7 @@ def verify(
         tolerance: Largest relative error that counts as equal; by dtype when None.
         ranks: A pool of local ranks to use; one is started for the call when None.
         threads: Let ranks be threads of this process instead of processes.
+        traced: The model as `trace` gave it for these inputs, to compare several plans of it.
 
     Returns:
         The report.
@@ -352,7 +354,7 @@ def verify(
     task = VerifyTask(
         model=source, args=tuple(args), kwargs=dict(kwargs or {}), options=options, steps=steps
     )
-    traced = trace(source, task.args, dict(task.kwargs), loss_fn)
+    traced = traced or trace(source, task.args, dict(task.kwargs), loss_fn)
     if threads:
         task = replace(task, traced=traced)
     have = _run(task, target, axes.size, ranks, threads)
