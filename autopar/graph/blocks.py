@@ -11,7 +11,7 @@ The whole takes time linear in the number of nodes times the depth of module pat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.graph.ir import Arg, Graph, Node, Ref
@@ -56,7 +56,7 @@ class _Walk:
     """The canonical form of one candidate: equal forms are isomorphic subgraphs."""
 
     def __init__(
-        self, graph: Graph, path: str, indexes: list[int], kinds: dict[str, str]
+        self, graph: Graph, path: str, indexes: list[int], kinds: Mapping[str, str]
     ) -> None:
         self.path, self.indexes, self.kinds = path, tuple(indexes), kinds
         self.inside: dict[str, tuple[int, int]] = {}

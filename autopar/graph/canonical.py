@@ -238,7 +238,7 @@ def _cat(builder: GraphBuilder, node: Node) -> Names:
 
 
 def _wide_stack(builder: GraphBuilder, node: Node) -> Names:
-    """hstack and vstack."""
+    """Hstack and vstack."""
     out, parts = node.outputs[0].spec, node.args[0]
     assert isinstance(parts, tuple)
     vertical = node.op == "aten.vstack.default"
@@ -259,7 +259,7 @@ def _concatenate(builder: GraphBuilder, parts: tuple[Arg, ...], dim: int, out: T
 
 
 def _write(builder: GraphBuilder, node: Node) -> Names:
-    """copy and fill.Tensor: the written tensor gives shape and dtype only."""
+    """Copy and fill.Tensor: the written tensor gives shape and dtype only."""
     out = node.outputs[0].spec
     return (builder.expand(cast(builder, _ref(node.args[1]), out.dtype), out.shape),)
 
@@ -281,7 +281,7 @@ def _meshgrid(builder: GraphBuilder, node: Node) -> Names:
 
 
 def _dense(builder: GraphBuilder, node: Node) -> Names:
-    """embedding and embedding_bag: gradients are dense here."""
+    """Embedding and embedding_bag: gradients are dense here."""
     index = 4 if node.op == "aten.embedding.default" else 5
     args = tuple(False if place == index else arg for place, arg in enumerate(node.args))
     if node.op == "aten.embedding_bag.padding_idx" and len(args) < 9:

@@ -26,7 +26,7 @@ from autopar.graph.ir import (
     Ref,
     map_refs,
 )
-from autopar.graph.mutations import HIDDEN_WRITES, functional_call, hidden_call, is_inplace
+from autopar.graph.mutations import HIDDEN_WRITES, functional_call, hidden_call, is_inplace, place
 from autopar.graph.views import Step, apply_step, view_steps, write_step
 
 
@@ -234,9 +234,9 @@ class _Pass:
             result = write_step(self.builder, step, under, name)
             if result is None:
                 raise TraceError(
-                    f"{node.op} writes through a {step.kind} of a tensor in place",
+                    f"{node.op} writes in place through a {step.kind} of a tensor",
                     where=place(node),
-                    expected="a write through slices, transposes and reshapes",
+                    expected="writes through slices, transposes and reshapes, with gradients on",
                     fix="use the out-of-place operator, or write to a clone",
                 )
             name = result
@@ -247,12 +247,6 @@ class _Pass:
         item = view.root.origin
         if item is not None and item.kind in ("parameter", "constant"):
             raise refused_write(item, node)
-
-
-def place(node: Node) -> str:
-    """Module and line of a call, for messages."""
-    module = f"module '{node.module}'" if node.module else "the root module"
-    return f"{module}, {node.source}" if node.source else module
 
 
 def refused_write(item: Input, node: Node) -> TraceError:

@@ -19,9 +19,7 @@ ITEM_BYTES = {
     "int32": 4, "float32": 4, "uint32": 4,
     "int64": 8, "float64": 8, "complex64": 8, "uint64": 8, "complex128": 16,
 }  # fmt: skip
-FLOATING = frozenset(
-    {"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"}
-)
+FLOATING = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)

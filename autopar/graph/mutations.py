@@ -31,17 +31,28 @@ _RENAMED = {
     "aten.copy_.default": "aten.copy.default",
 }
 _COMPARISONS = frozenset(
-    "eq ne lt le gt ge greater greater_equal less less_equal not_equal "
-    "logical_and logical_or logical_xor logical_not".split()
-)
+    (
+        "eq", "ne", "lt", "le", "gt", "ge", "greater", "greater_equal", "less", "less_equal",
+        "not_equal", "logical_and", "logical_or", "logical_xor", "logical_not",
+    )
+)  # fmt: skip
 _PROMOTING = frozenset(
-    "add sub subtract mul multiply div divide true_divide pow remainder fmod atan2 arctan2 "
-    "addcmul addcdiv lerp maximum minimum hypot xlogy clamp clamp_min clamp_max copysign "
-    "floor_divide bitwise_and bitwise_or bitwise_xor".split()
-)
+    (
+        "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow",
+        "remainder", "fmod", "atan2", "arctan2", "addcmul", "addcdiv", "lerp", "maximum",
+        "minimum", "hypot", "xlogy", "clamp", "clamp_min", "clamp_max", "copysign",
+        "floor_divide", "bitwise_and", "bitwise_or", "bitwise_xor",
+    )
+)  # fmt: skip
 _RANK = {"bool": 0, "uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float8_e4m3fn": 6,
          "float8_e5m2": 6, "float16": 7, "bfloat16": 7, "float32": 8, "float64": 9,
          "complex64": 10, "complex128": 11}  # fmt: skip
+
+
+def place(node: Node) -> str:
+    """Module and line of a call, for messages."""
+    module = f"module '{node.module}'" if node.module else "the root module"
+    return f"{module}, {node.source}" if node.source else module
 
 
 def is_inplace(op: str) -> bool:
@@ -99,7 +110,7 @@ def functional_call(builder: GraphBuilder, node: Node, spec: TensorSpec) -> str:
     if name in _REFUSED:
         raise TraceError(
             f"{node.op} changes the storage of a tensor in place",
-            where=f"module '{node.module}', {node.source}",
+            where=place(node),
             fix="make a new tensor instead",
         )
     if name == "zero_":

@@ -49,8 +49,7 @@ EXPANDS = frozenset(
     f"aten.{name}" for name in ("expand.default", "expand_as.default", "broadcast_to.default")
 )
 SLICES = frozenset(
-    f"aten.{name}"
-    for name in ("slice.Tensor", "select.int", "narrow.default", "narrow.Tensor")
+    f"aten.{name}" for name in ("slice.Tensor", "select.int", "narrow.default", "narrow.Tensor")
 )
 SPLITS = frozenset(
     f"aten.{name}"
@@ -81,6 +80,12 @@ def _arg(node: Node, index: int, name: str, default: Arg = None) -> Arg:
     return dict(node.kwargs).get(name, default)
 
 
+def _dims(arg: Arg, ndim: int) -> list[int]:
+    """One dim or several, non-negative."""
+    dims = arg if isinstance(arg, tuple) else (arg,)
+    return [int(dim) % ndim for dim in dims]  # type: ignore[arg-type]
+
+
 def permutation(node: Node, ndim: int) -> Shape:
     """The dims that a permute-like call puts in places 0, 1, ..., all non-negative."""
     op = node.op.split(".")[1].rstrip("_")
@@ -94,8 +99,7 @@ def permutation(node: Node, ndim: int) -> Shape:
         return tuple(dims)
     first, second = node.args[1], node.args[2]
     if op in ("movedim", "moveaxis"):
-        source = [d % ndim for d in (first if isinstance(first, tuple) else (first,))]  # type: ignore[operator]
-        target = [d % ndim for d in (second if isinstance(second, tuple) else (second,))]  # type: ignore[operator]
+        source, target = _dims(first, ndim), _dims(second, ndim)
         rest = iter(dim for dim in dims if dim not in source)
         return tuple(
             source[target.index(place)] if place in target else next(rest) for place in dims

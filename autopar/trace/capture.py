@@ -127,6 +127,7 @@ class Capturer:
         self.context: tuple[str, ...] = ()
 
     def fresh(self) -> str:
+        """A new value name."""
         self.counter += 1
         return f"v{self.counter}"
 
@@ -137,6 +138,7 @@ class Capturer:
         return raw.removeprefix(self.prefix + ".") if self.prefix else raw
 
     def module(self, node: torch.fx.Node) -> str:
+        """Path of the module that made a call."""
         stack = node.meta.get("nn_module_stack")
         if not stack:
             return ""
@@ -149,6 +151,7 @@ class Capturer:
         return found
 
     def source(self, node: torch.fx.Node) -> str:
+        """``file:line`` of a call in the user's code."""
         trace = node.meta.get("stack_trace")
         if not trace:
             return ""
@@ -187,7 +190,7 @@ class Capturer:
         elif "sym" not in label and label not in ("mul", "add", "sub", "eq", "ge", "le"):
             raise TraceError(
                 f"the traced graph calls {label}, which is no tensor operator",
-                where=f"module '{self.module(node)}', {self.source(node)}",
+                where=describe_place(self.module(node), self.source(node)),
             )
 
     def _operator(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> None:
@@ -204,7 +207,7 @@ class Capturer:
         except TypeError as error:
             raise TraceError(
                 f"{op} is called with an {error} that cannot be kept",
-                where=f"module '{self.module(node)}', {self.source(node)}",
+                where=describe_place(self.module(node), self.source(node)),
                 fix="use tensors, real numbers, strings, dtypes or devices",
             ) from None
         if op == _CUSTOM:
@@ -253,7 +256,7 @@ class Capturer:
     def _inline(
         self, node: torch.fx.Node, owner: torch.nn.Module, body: Any, operands: Any
     ) -> None:
-        inner = getattr(owner, body.target) if isinstance(body, torch.fx.Node) else body
+        inner = getattr(owner, str(body.target)) if isinstance(body, torch.fx.Node) else body
         places = [item for item in inner.graph.nodes if item.op == "placeholder"]
         for place, operand in zip(places, operands, strict=True):
             if isinstance(operand, torch.fx.Node) and operand in self.names:
@@ -331,6 +334,14 @@ def short_path(path: str) -> str:
     return path.rsplit("site-packages/", 1)[-1]
 
 
+def describe_place(path: str | None, line: str) -> str:
+    """Module and line in words; no module when `path` is None."""
+    if path is None:
+        return line
+    module = f"module '{path}'" if path else "the root module"
+    return f"{module}, {line}" if line else module
+
+
 def higher_order_error(name: str, module: str, source: str) -> TraceError:
     """The error for a control-flow or attention operator that the graph cannot hold."""
     fix = "write it with plain tensor operators"
@@ -338,16 +349,17 @@ def higher_order_error(name: str, module: str, source: str) -> TraceError:
         fix = "use scaled_dot_product_attention with a mask"
     return TraceError(
         f"{name} cannot be sharded: it holds a program of its own",
-        where=f"module '{module}', {source}",
+        where=describe_place(module, source),
         fix=fix,
     )
 
 
 def data_dependent_error(module: str, source: str) -> TraceError:
-    """The error for a Python value read from a tensor."""
+    """The error for a number or a size that comes from the values of a tensor."""
     return TraceError(
-        "forward reads a Python number from a tensor, so its path depends on the data",
-        where=f"module '{module}', {source}",
+        "forward takes a number or a size from the values of a tensor (.item(), nonzero, a "
+        "boolean index), so there is no one graph",
+        where=describe_place(module, source),
         fix="keep it a tensor: torch.where instead of if, masks instead of nonzero",
     )
 
@@ -387,7 +399,7 @@ def capture(
     inputs, constants = _inputs(work, input_paths, canonical, state)
     work.walk(program.graph_module.graph, program.graph_module)
     result = next(n for n in program.graph_module.graph.nodes if n.op == "output").args[0]
-    returned = [work.names.get(item) for item in result]  # type: ignore[union-attr,arg-type]
+    returned = [work.names.get(item) for item in result]
     count = sum(item.value is not None for item in outputs)
     returned = returned[len(returned) - count :]
     named = tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ for _name in ("enter", "leave"):
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
 
 
-class Abort(Exception):
+class AbortError(Exception):
     """Ends an export whose model raised.
 
     torch.export hangs the unfinished graph on exceptions as `partial_fx_graph` and prints it;
@@ -132,34 +133,35 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
         ),
         None,
     )
-    if base is None:
-        base = torch.autograd.Function
-        original = base.apply.__func__  # type: ignore[attr-defined]
+    owner: Any = base or torch.autograd.Function
+    original = owner.apply.__func__ if base is None else None
 
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return handle(cls, lambda *a: original(cls, *a, **kwargs), *args)
-    else:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if original is None:
+            return handle(cls, super(owner, cls).apply, *args)
+        return handle(cls, lambda *given: original(cls, *given, **kwargs), *args)
 
-        def apply(cls: type, *args: Any) -> Any:
-            return handle(cls, super(base, cls).apply, *args)
-
-    with patched(base, "apply", classmethod(apply)):
+    with patched(owner, "apply", classmethod(apply)):
         yield
 
 
 @contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Warnings of a logger of torch are not shown: errors say more."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """What torch logs about a failure is not shown: the error raised says more."""
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """The training IR of `module` on `inputs`, with gradients enabled."""
-    with torch.enable_grad(), _quiet("torch.fx.experimental.symbolic_shapes"):
+    with torch.enable_grad(), _quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return torch.export.export(module, inputs, strict=False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
-from autopar.trace.capture import short_path
+from autopar.trace.capture import describe_place, short_path
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
@@ -50,14 +50,6 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, nn.Modul
     return path, owner, line
 
 
-def describe_place(path: str | None, line: str) -> str:
-    """Module and line in words."""
-    if path is None:
-        return line
-    module = f"module '{path}'" if path else "the root module"
-    return f"{module}, {line}" if line else module
-
-
 def explain(error: Exception, model: nn.Module) -> Exception:
     """The error to raise for `error`, which came out of tracing `model`.
 
@@ -82,9 +74,7 @@ def explain(error: Exception, model: nn.Module) -> Exception:
     return TraceError(what, where=where, fix=fix)
 
 
-def _known_cause(
-    error: Exception, owner: nn.Module | None, text: str
-) -> tuple[str, str] | None:
+def _known_cause(error: Exception, owner: nn.Module | None, text: str) -> tuple[str, str] | None:
     """What and fix for the failures people meet."""
     if any("flex_attention" in frame.f_code.co_filename for frame, _ in _frames(error)):
         return (

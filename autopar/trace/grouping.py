@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SKIPPED = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
-)
+_SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _HOOKS = frozenset(
     {
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -49,7 +47,7 @@ class Group:
     inner: bool = False
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """A value that cannot be compared."""
 
 
@@ -65,7 +63,7 @@ class _Freezer:
         if isinstance(value, int):
             return ("int", value)
         if depth > 6:
-            raise _Unknown
+            raise _UnknownError
         if isinstance(value, list | tuple):
             return (type(value).__name__, *(self.freeze(item, depth + 1) for item in value))
         if isinstance(value, dict):
@@ -76,7 +74,7 @@ class _Freezer:
         if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
             return ("id", id(value))
         if isinstance(value, torch.Tensor | nn.Module):
-            raise _Unknown
+            raise _UnknownError
         return self._object(value, depth)
 
     def _object(self, value: Any, depth: int) -> Any:
@@ -103,7 +101,7 @@ class _Freezer:
             return ("id", id(value))
         try:
             return (id(type(value)), self.freeze(space, depth + 1))
-        except _Unknown:
+        except _UnknownError:
             return ("id", id(value))
 
 
@@ -160,7 +158,7 @@ class _Signer:
                     parts.append((name, self.freezer.freeze(tuple(hooks))))
                 else:
                     parts.append((name, self.freezer.freeze(value)))
-        except _Unknown:
+        except _UnknownError:
             return None
         self.numbers[id(module)] = numbers
         return tuple(parts)

@@ -30,7 +30,7 @@ def leaf_paths(tree: Any, roots: tuple[str, ...] = ()) -> dict[str, Any]:
     for path, leaf in pairs:
         head, rest = "", path
         if roots:
-            head, rest = roots[path[0].idx], path[1:]
+            head, rest = roots[path[0].idx], path[1:]  # type: ignore[attr-defined]
         result[head + pytree.keystr(rest)] = leaf
     return result
 
@@ -142,7 +142,7 @@ class InputGuard:
                 )
         missing = next(path for path in [*self.tensors, *self.values] if path not in leaves)
         raise InputError(
-            f"input {missing} is missing",
+            f"input {missing} is missing or None",
             where=missing,
             expected=f"inputs {', '.join(sorted(known))}",
             fix="pass it, or compile again with example inputs without it",

@@ -24,17 +24,10 @@ from autopar.trace import compat
 from autopar.trace.capture import Capture, State, capture, convert
 from autopar.trace.custom import CustomFunction, CustomFunctions
 from autopar.trace.diagnose import explain
+from autopar.trace.expand import GradientFlags, bodies_are_pure, expand
 from autopar.trace.grouping import find_groups
 from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
-from autopar.trace.repeat import (
-    GradientFlags,
-    Inexact,
-    Regroup,
-    Repeater,
-    Unhide,
-    bodies_are_pure,
-    expand,
-)
+from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
 
 LossFunction = Callable[..., torch.Tensor]
 LOSS_PATH = "loss_fn(...)"
@@ -103,25 +96,30 @@ class _Session:
 _SESSION: contextvars.ContextVar[_Session] = contextvars.ContextVar("autopar_trace")
 
 
-@torch.library.register_fake("autopar::enter")
-@torch.library.register_fake("autopar::leave")
 def _marker(tensors: list[torch.Tensor], key: str) -> None:
     return None
 
 
-@torch.library.register_fake("autopar::repeat")
 def _repeat(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     return _SESSION.get().repeater.fake(key)
 
 
-@torch.library.register_fake("autopar::repeat.one")
 def _repeat_one(tensors: list[torch.Tensor], key: str) -> torch.Tensor:
     return _SESSION.get().repeater.fake(key)[0]
 
 
-@torch.library.register_fake("autopar::custom_function")
 def _custom_function(tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     return _SESSION.get().custom.fake(tensors, key)
+
+
+for _name, _fake in (
+    ("enter", _marker),
+    ("leave", _marker),
+    ("repeat", _repeat),
+    ("repeat.one", _repeat_one),
+    ("custom_function", _custom_function),
+):
+    torch.library.register_fake(f"autopar::{_name}", _fake)
 
 
 class _Wrapper(nn.Module):
@@ -143,7 +141,7 @@ class _Wrapper(nn.Module):
             return self._run(tensors)
         except Exception as error:
             _SESSION.get().error = error
-            raise compat.Abort from error
+            raise compat.AbortError from error
         finally:
             repeater.running = False
 
@@ -237,10 +235,10 @@ def trace(
             repeater = Repeater(groups, hide)
             try:
                 return _trace_once(module, tuple(args), kwargs, loss_fn, repeater, notes)
-            except Regroup as doubt:
+            except RegroupError as doubt:
                 excluded |= doubt.groups
                 share_layers = share_layers and len(excluded) < 12
-            except Unhide:
+            except UnhideError:
                 hide = False
 
 
@@ -255,7 +253,9 @@ def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -
                 stack.enter_context(compat.patched(part, "use_cache", False))
     if seen:
         notes.append("config.use_cache was taken as False while tracing")
-    sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", None) is True]
+    sparse = [
+        path for path, child in module.named_modules() if getattr(child, "sparse", None) is True
+    ]
     if sparse:
         notes.append(f"sparse gradients of {', '.join(sparse)} are made dense")
 
@@ -336,11 +336,11 @@ def _export(
             return compat.export(wrapper, tensors)
         except Exception as raised:
             error = session.error or raised
-            if isinstance(error, Regroup | Unhide):
+            if isinstance(error, RegroupError | UnhideError):
                 raise error from None
             hidden = session.repeater.groups and session.repeater.hide
             if hidden and isinstance(error, AttributeError | KeyError | IndexError):
-                raise Unhide from error  # perhaps the fault of hiding: try without
+                raise UnhideError from error  # perhaps the fault of hiding: try without
             raise explain(error, module) from error
 
 
@@ -454,7 +454,7 @@ def _canonical(raw: Capture, session: _Session, state: _State) -> Graph:
     if bodies_are_pure(raw.graph, roots, written):
         graph = functionalise(raw.graph, frozenset(raw.copies))
         graph = canonicalise(graph, GradientFlags())
-        with contextlib.suppress(Inexact):
+        with contextlib.suppress(InexactError):
             return expand(graph, set(), repeater, names, exact=True)
     graph = expand(raw.graph, raw.copies, repeater, names, exact=False)
     return canonicalise(functionalise(graph, frozenset(raw.copies)))
