@@ -287,16 +287,31 @@ class _Names:
         return best if count == 1 else f"{best}.{position}"
 
 
+_EMBEDDING = "aten.embedding.default"
 _LINEAR = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")
 
 
+def _from_inputs(graph: Graph) -> set[str]:
+    """Names of the values that depend on a user input."""
+    found = {item.value.name for item in graph.inputs if item.kind == "input"}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.operands):
+            found.update(value.name for value in node.outputs)
+    return found
+
+
 def _vote_from_rules(builder: _Builder, names: _Names) -> None:
+    """Hints of the rules; a table looked up by constants holds positions, not a vocabulary."""
+    given = _from_inputs(builder.graph)
     for (index, name), variable in builder.letters.items():
         rule = builder.rules[index]
         assert rule is not None
         letter = next(item for item in rule.letters if item.name == name)
-        if letter.hint:
-            names.vote(variable, letter.hint, letter.hint_strength + 1)
+        hint, node = letter.hint, builder.graph.nodes[index]
+        if hint == "vocab" and node.op == _EMBEDDING and node.operands[1] not in given:
+            hint = "positions"
+        if hint:
+            names.vote(variable, hint, letter.hint_strength + 1)
 
 
 def _vote_from_inputs(builder: _Builder, names: _Names) -> None:
