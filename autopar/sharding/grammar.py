@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from autopar.errors import RuleError
 
@@ -75,7 +75,7 @@ class Pattern:
     outputs: tuple[Term, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """Parse a rule text.
 
@@ -187,11 +187,23 @@ class Sizes:
         return None
 
     def learn_all(self, tensors: Sequence[tuple[Sequence[Entry], Sequence[int]]]) -> None:
-        """Learn from every dim that has a single letter."""
-        for entries, shape in tensors:
-            for entry, size in zip(entries, shape, strict=False):
-                if isinstance(entry, str) and size != 1:
-                    self.known.setdefault(bare(entry), size)
+        """Learn from dims with one letter, then from groups with one unknown letter left."""
+        dims = [
+            ((entry,) if isinstance(entry, str) else entry, size)
+            for entries, shape in tensors
+            for entry, size in zip(entries, shape, strict=False)
+            if entry is not None and size != 1
+        ]
+        for names, size in dims:
+            if len(names) == 1:
+                self.known.setdefault(bare(names[0]), size)
+        progress = True
+        while progress:
+            progress = False
+            for names, size in dims:
+                unknown = [bare(name) for name in names if bare(name) not in self.known]
+                if len(unknown) == 1 and self.learn(names, size) is None:
+                    progress = True
 
 
 def bare(name: str) -> str:

@@ -18,7 +18,8 @@ def attention(
     """A split query sequence sees the keys up to its global positions."""
     causal = bool(call.arg(5, "is_causal", False))
     dropout = call.number(4, "dropout_p", 0.0)
-    scale = call.arg(6, "scale")
+    given = call.arg(6, "scale")
+    scale = float(given) if isinstance(given, (int, float)) else None
     grouped = bool(call.arg(7, "enable_gqa", False))
     if causal:
         seen = call.last_position("s") + 1 if call.global_size("s") > 1 else 1
@@ -32,7 +33,7 @@ def attention(
     if grouped and query.shape[-3] != key.shape[-3]:
         copies = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(copies, -3) for t in (key, value))
-    factor = scale if isinstance(scale, float) else 1 / math.sqrt(query.shape[-1])
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor) @ key.mT
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask

@@ -139,3 +139,20 @@ def _probabilities(parts: _Classes, target: Tensor, weight: Tensor | None) -> Te
     if weight is not None:
         share = share * parts.per_class(weight)
     return parts.normaliser * parts.over_classes(share) - parts.over_classes(share * parts.logits)
+
+
+@special("multi_margin_loss multilabel_margin_loss")
+def margin_loss(call: SpecialCall, *operands: Tensor) -> Tensor:
+    """Mean over the global samples."""
+    position = 5 if call.node.op == "aten.multi_margin_loss.default" else 2
+    total = call.run(*operands, reduction=(position, SUM))
+    assert isinstance(total, Tensor)
+    return total / call.global_size("n")
+
+
+@special("ctc_loss.Tensor")
+def ctc_loss(call: SpecialCall, *operands: Tensor) -> Tensor:
+    """Mean over the global samples of the loss per target."""
+    each = call.run(*operands, reduction=(5, NONE))
+    assert isinstance(each, Tensor)
+    return (each / operands[3].clamp(min=1)).sum() / call.global_size("n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from autopar.runtime.special.base import AxisIds, SpecialCall, special, working
 
 
 def _moments(
-    call: SpecialCall, values: Tensor, dims: Sequence[int], count: int, axes: AxisIds
+    call: SpecialCall, values: Tensor, dims: list[int], count: int, axes: AxisIds
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over `dims` (kept) of all ranks' parts, `count` elements."""
     mean = call.axes.total(values.sum(dims, keepdim=True), axes) / count
@@ -36,7 +35,7 @@ def layer_norm(call: SpecialCall, source: Tensor, *affine: Tensor) -> Tensor | t
     for arg, tensor in zip(_present(call, 2, ("weight", "bias")), affine, strict=True):
         result = result * tensor if arg == "weight" else result + tensor
     result = result.to(source.dtype)
-    return result if len(call.outputs) == 1 else (result, mean, scale)
+    return result if len(call.outputs) == 1 else (result, mean.detach(), scale.detach())
 
 
 @special("rms_norm _fused_rms_norm")
@@ -51,11 +50,15 @@ def rms_norm(
     values = working(source)
     axes = call.axes_of(call.letters_in(0, dims))
     count = math.prod(call.operands[0].shape[first:])
-    square = call.axes.total((values * values).sum(dims, keepdim=True), axes) / count
-    scale = torch.rsqrt(square + call.number(3, "eps", torch.finfo(source.dtype).eps))
+    square = (values * values).sum(dims, keepdim=True) / count
+    eps = call.number(3, "eps", torch.finfo(source.dtype).eps)
+    scale = torch.rsqrt(call.axes.total(square, axes) + eps)
     result = values * scale if weight is None else values * scale * weight
     result = result.to(source.dtype)
-    return result if len(call.outputs) == 1 else (result, scale)
+    if len(call.outputs) == 1:
+        return result
+    # As a result of its own the scale is used alike by all ranks.
+    return result, torch.rsqrt(call.axes.complete(square, axes) + eps)
 
 
 @special("group_norm")

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from autopar.graph.ir import Arg, Ref, Token
+from autopar.graph.ir import Ref, Token
 from autopar.runtime.special.base import SpecialCall, special
 
 _FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
@@ -148,13 +148,12 @@ def numbers(call: SpecialCall, source: Tensor | None = None) -> Tensor:
 def normal(call: SpecialCall, *operands: Tensor) -> Tensor:
     """Normal numbers with a mean and a deviation per element."""
     tensors = iter(operands)
-    given = [next(tensors) if isinstance(arg, Ref) else arg for arg in _mean_and_std(call)]
+    mean, deviation = (
+        next(tensors) if isinstance(call.arg(i, name), Ref) else call.number(i, name, default)
+        for i, (name, default) in enumerate((("mean", 0.0), ("std", 1.0)))
+    )
     drawn = _normal(call, operands[0].device).to(_dtype(call))
-    return drawn * given[1] + given[0]
-
-
-def _mean_and_std(call: SpecialCall) -> tuple[Arg, Arg]:
-    return call.arg(0, "mean", 0.0), call.arg(1, "std", 1.0)
+    return drawn * deviation + mean
 
 
 @special("randint_like randint_like.low_dtype randint randint.low")

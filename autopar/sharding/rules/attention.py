@@ -30,8 +30,8 @@ def _attention(call: Call) -> OpRule:
     dropout = call.arg(4, "dropout_p", 0.0)
     mask = call.slot(3, "attn_mask")
     batch = call.outputs[0].ndim - 2
-    outer: list[Entry] = ["b", *(f"b{i}" for i in range(1, batch))][:batch]
-    inner = list(outer)
+    outer: list[Entry] = list(["b", *(f"b{i}" for i in range(1, batch))][:batch])
+    inner: list[Entry] = list(outer)
     sizes = {}
     if batch >= 2:
         heads, kv_heads = query.shape[-3], key.shape[-3]

@@ -200,12 +200,12 @@ def _match(
     places = [(i, name) for i, name in enumerate(arguments.split()) if name != "_"]
     assert len(places) == len(pattern.operands), f"{text!r} and {arguments!r} differ in length"
     slot_of = {}
-    for term, (i, name) in enumerate(places):
+    for number, (i, name) in enumerate(places):
         slot = call.slot(i, name)
         if slot is not None:
-            slot_of[term] = slot
-        elif not pattern.operands[term].optional:
-            raise _misfit(call, text, pattern.operands[term].column, f"{name} is no tensor")
+            slot_of[number] = slot
+        elif not pattern.operands[number].optional:
+            raise _misfit(call, text, pattern.operands[number].column, f"{name} is no tensor")
     tensors = [(pattern.operands[t], call.operands[s], ("operand", s)) for t, s in slot_of.items()]
     tensors += [
         (term, spec, ("output", i))

@@ -15,12 +15,6 @@ rule(
     additive={2},
     linear=[{0, 2}, {1, 2}],
 )
-_SUMMED = {"additive": {0}, "linear": [{0, 1}, {0, 2}]}
-rule("aten.addmm.default", "... n, m k, k n -> m n", "self mat1 mat2", **_SUMMED)
-rule("aten.addmv.default", "..., m k, k -> m", "self mat vec", **_SUMMED)
-rule("aten.baddbmm.default", "..., b m k, b k n -> b m n", "self batch1 batch2", **_SUMMED)
-rule("aten.addbmm.default", "..., b m k, b k n -> m n", "self batch1 batch2", **_SUMMED)
-rule("aten.addr.default", "..., m, n -> m n", "self vec1 vec2", **_SUMMED)
 rule("aten.outer.default aten.ger.default", "m, n -> m n", "self vec2", linear=[{0}, {1}])
 rule(
     "aten.bilinear.default",
@@ -31,6 +25,30 @@ rule(
 )
 rule("aten.cdist.default", "... p d!, ... r d! -> ... p r", "x1 x2")
 rule("aten.inner.default", "... k, n k -> ... n", "self other", linear=[{0}, {1}])
+
+
+_SUMMED = {
+    "addmm": ("m k", "k n", "m n"),
+    "addmv": ("m k", "k", "m"),
+    "baddbmm": ("b m k", "b k n", "b m n"),
+    "addbmm": ("b m k", "b k n", "m n"),
+    "addr": ("m", "n", "m n"),
+}
+
+
+def _make_summed(name: str) -> None:
+    first, second, result = (text.split() for text in _SUMMED[name])
+
+    def of_call(call: Call) -> OpRule:
+        """A product plus a tensor that broadcasts to it."""
+        bias = result[len(result) - call.operands[0].ndim :]
+        return call.build([bias, first, second], [result], additive={0}, linear=[{0, 1}, {0, 2}])
+
+    family(f"aten.{name}.default")(of_call)
+
+
+for _name in _SUMMED:
+    _make_summed(_name)
 
 
 @family("aten.matmul.default aten.mm.default aten.bmm.default aten.mv.default aten.dot.default")
@@ -82,3 +100,28 @@ def _grouped_mm(call: Call) -> OpRule | None:
     if call.slot(2, "offs") is None or call.slot(3, "bias") is not None or ranks != (2, 3):
         return None
     return call.match("s~ k, _ k n, _ -> s n", "self mat2 offs", linear=[{0}, {1}])
+
+
+@family("aten.linalg_vecdot.default aten.cosine_similarity.default aten.linalg_cross.default")
+def _along_dim(call: Call) -> OpRule:
+    """Two broadcast operands meet along one dim; only a dot product may split it."""
+    ndim = max(spec.ndim for spec in call.operands)
+    op = call.node.op
+    default = 1 if op == "aten.cosine_similarity.default" else -1
+    dim = call.int_arg(2, "dim", default) % ndim
+    dot = op == "aten.linalg_vecdot.default"
+    names: list[Entry] = [f"d{d}" + ("!" if d == dim and not dot else "") for d in range(ndim)]
+    operands = [names[ndim - spec.ndim :] for spec in call.operands]
+    kept = names if op == "aten.linalg_cross.default" else [*names[:dim], *names[dim + 1 :]]
+    sets = [] if op == "aten.cosine_similarity.default" else [{0}, {1}]
+    return call.build(operands, [kept], linear=sets)
+
+
+@family("aten.pairwise_distance.default")
+def _pairwise_distance(call: Call) -> OpRule:
+    """Distance along the last dim."""
+    ndim = max(spec.ndim for spec in call.operands)
+    names: list[Entry] = [*(f"d{d}" for d in range(ndim - 1)), "k!"]
+    operands = [names[ndim - spec.ndim :] for spec in call.operands]
+    kept = [*names[:-1], None] if call.outputs[0].ndim == ndim else names[:-1]
+    return call.build(operands, [kept])

@@ -26,8 +26,8 @@ for _name, _position in _SIZED.items():
 
 @family(
     aten(
-        "arange arange.start arange.start_step linspace logspace eye eye.m tril_indices triu_indices "
-        "scalar_tensor hann_window hamming_window blackman_window bartlett_window"
+        "arange arange.start arange.start_step linspace logspace eye eye.m tril_indices "
+        "triu_indices scalar_tensor hann_window hamming_window blackman_window bartlett_window"
     )
 )
 def _whole(call: Call) -> OpRule:

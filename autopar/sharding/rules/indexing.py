@@ -43,7 +43,7 @@ def _scatter(call: Call) -> OpRule:
     plain = call.node.op in aten("scatter.value scatter.src")
     zero = len(call.operands) == 3 or call.arg(3, "value") == 0
     linear = [{0, *others[1:]}] if plain and zero else []
-    return call.build({slot: own for slot in range(len(call.operands))}, [own], linear=linear)
+    return call.build(dict.fromkeys(range(len(call.operands)), own), [own], linear=linear)
 
 
 @family(aten("scatter_add"))
@@ -160,13 +160,13 @@ def _histogram(call: Call) -> OpRule:
 
 @family(aten("bucketize.Tensor searchsorted.Tensor"))
 def _bucketize(call: Call) -> OpRule:
-    """Values are placed among sorted boundaries, which are needed whole."""
+    """Values are placed among sorted boundaries: parts of these count separately, and add up."""
     bucket = call.node.op == "aten.bucketize.Tensor"
     values, edges = (0, 1) if bucket else (1, 0)
     ndim = call.operands[values].ndim
     names = call.names("d", ndim)
     rows: list[Entry] = [] if call.operands[edges].ndim < 2 else [*names[:-1]]
-    return call.build({values: names, edges: [*rows, None]}, [names])
+    return call.build({values: names, edges: [*rows, "k"]}, [names])
 
 
 @family(aten("tril triu"))

@@ -133,7 +133,7 @@ def _stack(call: Call) -> OpRule:
     dim = call.int_arg(1, "dim", 0) % ndim
     names: list[Entry] = list(call.names("d", ndim - 1))
     out = [*names[:dim], None, *names[dim:]]
-    return call.build({slot: names for slot in slots}, [out], linear=[slots])
+    return call.build(dict.fromkeys(slots, names), [out], linear=[slots])
 
 
 @family(aten("meshgrid meshgrid.indexing"))
@@ -145,4 +145,4 @@ def _meshgrid(call: Call) -> OpRule:
     if call.arg(1, "indexing", "ij") == "xy" and len(out) > 1:
         out[0], out[1] = out[1], out[0]
     operands = {slot: names[slot : slot + 1] * call.operands[slot].ndim for slot in slots}
-    return call.build(operands, [out for _ in call.outputs])
+    return call.build(operands, [out for _ in call.outputs], linear=[slots])

@@ -27,9 +27,21 @@ def _cross_entropy(call: Call) -> OpRule:
     if weight is not None:
         operands[weight] = ["v~="]
     outputs = [[*outer, *inner] if call.outputs[0].ndim else []]
-    nll = call.node.op != "aten.cross_entropy_loss.default"
     hints = {"n": ("batch", 2), "v": ("vocab", 4)}
-    return call.build(operands, outputs, linear=[{0}] if nll else [], hints=hints)
+    return call.build(operands, outputs, linear=_linear(call, weight, mean), hints=hints)
+
+
+def _linear(call: Call, weight: int | None, mean: bool) -> list[set[int]]:
+    """Log probabilities, probability targets, and class weights that no mean divides by."""
+    probabilities = call.operands[1].is_floating
+    found = []
+    if call.node.op != "aten.cross_entropy_loss.default":
+        found.append({0})
+    elif probabilities and call.arg(5, "label_smoothing", 0.0) == 0:
+        found.append({1})
+    if weight is not None and (probabilities or not mean):
+        found.append({weight})
+    return found
 
 
 # Position of `reduction` in the schema.
@@ -51,12 +63,16 @@ ELEMENTWISE = {
 def _make_elementwise(name: str, position: int) -> None:
     def of_call(call: Call) -> OpRule:
         reduction = call.int_arg(position, "reduction", MEAN)
+        weight = call.slot(2, "weight") if name.startswith("binary_cross_entropy") else None
+        linear = [] if weight is None else [{weight}]
         if reduction == NONE:
-            return broadcast(call)
+            return broadcast(call, linear=linear)
         flag = "~" if reduction == MEAN else ""
         ndim = max(spec.ndim for spec in call.operands)
         names = [f"d{i}{flag}" for i in range(ndim)]
-        return call.build([names[ndim - spec.ndim :] for spec in call.operands], [[]])
+        return call.build(
+            [names[ndim - spec.ndim :] for spec in call.operands], [[]], linear=linear
+        )
 
     family(aten(name))(of_call)
 
@@ -85,3 +101,25 @@ def _make_vectorwise(name: str, position: int) -> None:
 
 for _name, (_position, _) in VECTORWISE.items():
     _make_vectorwise(_name, _position)
+
+
+@family(aten("multi_margin_loss multilabel_margin_loss"))
+def _margin(call: Call) -> OpRule:
+    """Scores ``n c`` (or ``c``) per sample; a mean is over the global samples."""
+    position = 5 if call.node.op == "aten.multi_margin_loss.default" else 2
+    flag = "~" if call.int_arg(position, "reduction", MEAN) == MEAN else ""
+    batch: list[Entry] = [f"n{flag}"] if call.operands[0].ndim == 2 else []
+    operands = {0: [*batch, "c!"], 1: [*batch, "c!"][: call.operands[1].ndim]}
+    weight = call.slot(4, "weight") if position == 5 else None
+    linear = [] if weight is None else [{weight}]
+    return call.build(operands, [batch[: call.outputs[0].ndim]], linear=linear)
+
+
+@family(aten("ctc_loss.Tensor"))
+def _ctc(call: Call) -> OpRule | None:
+    """Log probabilities ``t n c``, targets ``n s``, lengths ``n``."""
+    if call.operands[0].ndim != 3 or call.operands[1].ndim != 2:
+        return None  # one sequence, or targets laid end to end
+    batch = "n~" if call.int_arg(5, "reduction", MEAN) == MEAN else "n"
+    operands: list[list[Entry]] = [["t!", batch, "c!"], [batch, "s!"], [batch], [batch]]
+    return call.build(operands, [[batch][: call.outputs[0].ndim]], hints={"n": ("batch", 2)})

@@ -28,7 +28,8 @@ def _layer_norm(call: Call) -> OpRule:
     outputs: list[list[Entry]] = [
         [n if spec.shape[d] != 1 else None for d, n in enumerate(names)] for spec in call.outputs
     ]
-    return call.build(operands, outputs, linear=_affine(weight, bias))
+    linear = _affine(weight, bias) if len(call.outputs) == 1 else []
+    return call.build(operands, outputs, linear=linear)
 
 
 @family(aten("group_norm"))
@@ -66,11 +67,24 @@ def _batch_norm(call: Call) -> OpRule | None:
     full: list[Entry] = ["n" if instance else f"n{flags}", "c"]
     full = [*full, *(f"s{d}{flags}" for d in range(ndim - 2))]
     operands: dict[int, list[Entry]] = {0: full}
-    operands.update({slot: ["c"] for slot in slots[1:] if slot is not None})
-    outputs: list[list[Entry]] = [full, *(["c"] for _ in call.outputs[1:])]
-    # With running statistics as results the op is linear in no operand alone.
-    linear = _affine(slots[1], slots[2]) if len(call.outputs) == 1 else []
+    channels: list[Entry] = ["c"]
+    operands.update({slot: channels for slot in slots[1:] if slot is not None})
+    outputs = [full, *(channels for _ in call.outputs[1:])]
+    linear = []
+    if len(call.outputs) == 1:  # else the running statistics are results too
+        linear = _affine(slots[1], slots[2])
+        if not training and not instance:
+            linear.append({0, *(slot for slot in slots[2:4] if slot is not None)})
     hints = {"n": ("batch", 3), "c": ("channels", 2)}
     # Not an operator of torch: it always runs through its lowering.
     own = call.node.op == "autopar.batch_norm.default"
     return call.build(operands, outputs, linear=linear, hints=hints, special=own)
+
+
+@family(aten("_weight_norm"))
+def _weight_norm(call: Call) -> OpRule:
+    """V * g / norm(v) over all dims but one."""
+    ndim = call.operands[0].ndim
+    dim = call.int_arg(2, "dim", 0) % ndim
+    names: list[Entry] = [f"d{d}" + ("" if d == dim else "!") for d in range(ndim)]
+    return call.build([names, names], [names], linear=[{1}])

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.graph.ir import ITEM_BYTES, TensorSpec, Token
+from autopar.graph.ir import TensorSpec
 from autopar.sharding.grammar import Entry
 from autopar.sharding.rule import OpRule
-from autopar.sharding.rules.call import Call, family, register_function, rule
+from autopar.sharding.rules.call import Call, family, register_function
 
 # fmt: off
 _UNARY = """
 abs acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh
 bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh digamma elu erf erfc erfinv exp exp2
-expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf
-isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num negative
-reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
-special_digamma special_entr special_erf special_erfc special_erfinv special_exp2 special_expit
-special_expm1 special_gammaln special_i0 special_log1p special_ndtr special_ndtri special_sinc sqrt
-square tan tanh tanhshrink threshold trunc
-""".split()
+expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan
+isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish
+nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
+softplus softshrink special_digamma special_entr special_erf special_erfc special_erfinv
+special_exp2 special_expit special_expm1 special_gammaln special_i0 special_log1p special_ndtr
+special_ndtri special_sinc sqrt square tan tanh threshold trunc
+"""
 _COMPARE = "eq ne lt le gt ge"
-_BITWISE = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift"
+_OVERLOADS = ("Tensor", "Scalar")
+_SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
 _PAIRS = """
 arctan2 atan2 copysign.Tensor copysign.Scalar floor_divide floor_divide.Scalar fmax fmin
-fmod.Tensor fmod.Scalar heaviside hypot ldexp.Tensor logaddexp logaddexp2 logical_and logical_or
-logical_xor max.other maximum min.other minimum nextafter pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
-remainder.Tensor remainder.Scalar remainder.Scalar_Tensor xlogy.Tensor xlogy.Scalar_Other
-xlogy.Scalar_Self special_xlogy special_xlog1py round.decimals float_power.Tensor_Tensor
-float_power.Tensor_Scalar float_power.Scalar isclose gcd lcm polar true_divide.Scalar
-clamp.Tensor clamp_min.Tensor clamp_max.Tensor clip.Tensor polygamma
-__and__.Tensor __or__.Tensor __xor__.Tensor __and__.Scalar __or__.Scalar __xor__.Scalar
-""".split()
+fmod.Tensor fmod.Scalar heaviside hypot logaddexp logaddexp2 logical_and logical_or logical_xor
+max.other maximum min.other minimum nextafter pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+remainder.Tensor remainder.Scalar remainder.Scalar_Tensor xlogy.Scalar_Self round.decimals
+float_power.Tensor_Tensor float_power.Tensor_Scalar float_power.Scalar isclose gcd lcm
+clamp.Tensor clamp_min.Tensor clamp_max.Tensor clip.Tensor polygamma __and__.Tensor __or__.Tensor
+__xor__.Tensor __and__.Scalar __or__.Scalar __xor__.Scalar
+"""
 # fmt: on
 
 
@@ -52,21 +52,17 @@ def aten(names: str | Iterable[str]) -> list[str]:
 
 register_function(aten(_UNARY + _PAIRS), broadcast)
 register_function(
-    aten([f"{op}.{kind}" for op in _COMPARE.split() for kind in ("Tensor", "Scalar")]), broadcast
+    aten([f"{op}.{kind}" for op in _COMPARE.split() for kind in _OVERLOADS]), broadcast
 )
 register_function(
-    aten(
-        [
-            f"{op}.{kind}"
-            for op in _BITWISE.split()
-            for kind in ("Tensor", "Scalar", "Tensor_Scalar", "Scalar_Tensor")
-        ]
-    ),
+    aten([f"bitwise_{op}.{kind}" for op in ("and", "or", "xor") for kind in _OVERLOADS[:2]])
+    + aten([f"bitwise_{op}.Scalar_Tensor" for op in ("and", "or", "xor")])
+    + aten([f"bitwise_{op}_shift.{kind}" for op in ("left", "right") for kind in _SHIFTS]),
     broadcast,
 )
 
 
-@family(aten("neg deg2rad rad2deg positive detach clone contiguous alias lift_fresh real"))
+@family(aten("neg negative deg2rad rad2deg positive detach clone contiguous alias lift_fresh real"))
 def _linear_unary(call: Call) -> OpRule:
     return broadcast(call, linear=[{0}])
 
@@ -83,10 +79,12 @@ def _mul(call: Call) -> OpRule:
 
 
 @family(
-    aten("div.Tensor div.Scalar divide.Tensor true_divide.Tensor div.Tensor_mode div.Scalar_mode")
+    aten("div.Tensor div.Scalar divide.Tensor true_divide.Tensor true_divide.Scalar")
+    + aten("div.Tensor_mode div.Scalar_mode xlogy.Tensor xlogy.Scalar_Other special_xlogy")
+    + aten("special_xlog1py ldexp.Tensor")
 )
 def _div(call: Call) -> OpRule:
-    """Linear in the numerator, unless rounded."""
+    """Linear in the numerator (the factor, the mantissa), unless rounded."""
     exact = call.arg(2, "rounding_mode") is None and call.slot(0, "self") is not None
     return broadcast(call, linear=[{0}] if exact else [])
 
@@ -118,7 +116,7 @@ def _lerp(call: Call) -> OpRule:
 
 @family(aten("addcmul addcdiv"))
 def _addcmul(call: Call) -> OpRule:
-    """self + value * a * b, or self + value * a / b."""
+    """A tensor plus value * a * b, or plus value * a / b."""
     both = call.node.op == "aten.addcmul.default"
     return broadcast(call, linear=[{0, 1}, {0, 2}] if both else [{0, 1}])
 
@@ -132,7 +130,7 @@ def _copy(call: Call) -> OpRule:
 _CASTS = "to.dtype to.dtype_layout to.device to.other to.prim_Device _to_copy type_as"
 
 
-@family(aten(_CASTS) + ["prims.convert_element_type.default"])
+@family([*aten(_CASTS), "prims.convert_element_type.default"])
 def _cast(call: Call) -> OpRule:
     """Linear unless it rounds to integers or booleans."""
     exact = is_linear_cast(call.operands[0], call.outputs[0])
@@ -145,7 +143,7 @@ def is_linear_cast(source: TensorSpec, target: TensorSpec) -> bool:
         return source.dtype == target.dtype
     if target.is_floating:
         return True
-    return not source.is_floating and ITEM_BYTES[target.dtype] >= ITEM_BYTES[source.dtype]
+    return not source.is_floating
 
 
 @family(aten("zeros_like ones_like full_like empty_like"))

@@ -37,7 +37,6 @@ def _recurrent(call: Call) -> OpRule | None:
 def _cell(call: Call) -> OpRule:
     """One step: ``b i`` with states ``b h``."""
     states = [slot for slot in call.slots(1, "hx") if slot is not None]
-    rows: dict[int, list[Entry]] = {
-        slot: ["b", None][2 - call.operands[slot].ndim :] for slot in (0, *states)
-    }
+    row: list[Entry] = ["b", None]
+    rows = {slot: row[2 - call.operands[slot].ndim :] for slot in (0, *states)}
     return call.build(rows, [["b", None] for _ in call.outputs], hints={"b": ("batch", 4)})

@@ -48,31 +48,31 @@ def _mean(call: Call) -> OpRule:
 
 # fmt: off
 _REDUCTIONS = """
-amax amin aminmax max min max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims prod
-prod.dim_int var var.dim var.correction std std.dim std.correction var_mean var_mean.dim
-var_mean.correction std_mean std_mean.dim std_mean.correction logsumexp norm.ScalarOpt_dim norm.Scalar
-linalg_vector_norm linalg_norm frobenius_norm.dim median median.dim nanmedian nanmedian.dim mode
-nanmean
-""".split()
+amax amin aminmax max min max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims
+prod prod.dim_int var var.dim var.correction std std.dim std.correction var_mean var_mean.dim
+var_mean.correction std_mean std_mean.dim std_mean.correction logsumexp norm.ScalarOpt_dim
+norm.Scalar linalg_vector_norm linalg_norm frobenius_norm.dim kthvalue median median.dim nanmedian
+nanmedian.dim mode nanmean
+"""
 # fmt: on
 _DIM_AT = {
     "norm.ScalarOpt_dim": 2,
     "linalg_vector_norm": 2,
     "linalg_norm": 2,
+    "kthvalue": 2,
 }
-_UNDIMMED = set(
-    "max min var std var_mean std_mean any all prod norm.Scalar median nanmedian".split()
-)
+_WHOLE = "max min var std var_mean std_mean any all prod norm.Scalar median nanmedian"
+_UNDIMMED = frozenset(_WHOLE.split())
 
 
 def _make_reduction(name: str) -> None:
-    position = _DIM_AT.get(name, 0 if name == "aminmax" else 1)
+    position = _DIM_AT.get(name, 1)
 
     def of_call(call: Call) -> OpRule:
         ndim = call.operands[0].ndim
         if name in _UNDIMMED:
             return reduce(call, range(ndim), "!")
-        default = -1 if name in ("median.dim", "mode") else None
+        default = -1 if name in ("kthvalue", "mode") else None
         dims = call.dims(position, "dim", ndim)
         if call.arg(position, "dim", default) == -1 and ndim:
             dims = (ndim - 1,)
@@ -81,7 +81,7 @@ def _make_reduction(name: str) -> None:
     family(aten(name))(of_call)
 
 
-for _name in _REDUCTIONS:
+for _name in _REDUCTIONS.split():
     _make_reduction(_name)
 
 
@@ -115,7 +115,7 @@ _make_along("cumsum flip", 1, None, True)
 _make_along("roll", 2, None, True)
 _make_along("cumprod logcumsumexp cummax cummin", 1, None, False)
 _make_along("sort argsort glu", 1, -1, False)
-_make_along("topk kthvalue sort.stable argsort.stable", 2, -1, False)
+_make_along("topk sort.stable argsort.stable", 2, -1, False)
 
 
 @family(aten("softmax.int _softmax log_softmax.int _log_softmax"))
@@ -131,4 +131,4 @@ def _diff(call: Call) -> OpRule:
     dim = call.int_arg(2, "dim", -1) % ndim
     names: list[Entry] = [None if d == dim else f"d{d}" for d in range(ndim)]
     slots = range(len(call.operands))
-    return call.build({slot: names for slot in slots}, [names], linear=[slots])
+    return call.build(dict.fromkeys(slots, names), [names], linear=[slots])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.graph.ir import Arg
 from autopar.sharding.grammar import Entry
 from autopar.sharding.rule import OpRule
@@ -20,29 +22,43 @@ def per_dim(value: Arg, count: int, default: int) -> list[int]:
     return numbers * count if len(numbers) == 1 else numbers
 
 
+@dataclass(frozen=True, slots=True)
+class _Spatial:
+    """Entries of the spatial dims of an input and an output, and sizes of their letters."""
+
+    source: list[Entry]
+    target: list[Entry]
+    sizes: dict[str, int]
+
+
 def _windows(
-    sizes: tuple[int, ...], kernel: list[int], stride: list[int], exact: bool
-) -> tuple[list[Entry], list[Entry], dict[str, int]]:
+    shape: tuple[int, ...], kernel: list[int], stride: list[int], exact: list[bool]
+) -> _Spatial:
     """Letters of spatial dims whose windows do not overlap (patches, 1x1); others have none.
 
     Args:
-        sizes: Spatial sizes of the input.
+        shape: Spatial sizes of the input.
         kernel: Window sizes.
         stride: Steps.
-        exact: No padding and no dilation.
+        exact: Per dim, whether there is no padding and no dilation.
     """
-    source: list[Entry] = []
-    target: list[Entry] = []
-    known = {}
-    for d, (size, k, step) in enumerate(zip(sizes, kernel, stride, strict=True)):
-        if exact and k == step and size % k == 0:
-            known[f"k{d}"] = k
-            source.append((f"s{d}", f"k{d}!"))
-            target.append(f"s{d}")
-        else:
-            source.append(None)
-            target.append(None)
-    return source, target, known
+    found = _Spatial([], [], {})
+    for d, size in enumerate(shape):
+        plain = exact[d] and kernel[d] == stride[d] and size % kernel[d] == 0
+        found.sizes.update({f"k{d}": kernel[d]} if plain else {})
+        found.source.append((f"s{d}", f"k{d}!") if plain else None)
+        found.target.append(f"s{d}" if plain else None)
+    return found
+
+
+def _enlarged(shape: tuple[int, ...], factors: list[int]) -> _Spatial:
+    """Every position becomes `factor` positions of its own; a factor of 0 gives no letter."""
+    found = _Spatial([], [], {})
+    for d, factor in enumerate(factors):
+        found.sizes.update({f"k{d}": factor, f"s{d}": shape[d]} if factor else {})
+        found.source.append(f"s{d}" if factor else None)
+        found.target.append((f"s{d}", f"k{d}!") if factor else None)
+    return found
 
 
 _CONVOLUTIONS = [f"conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", ".padding")]
@@ -51,39 +67,54 @@ _CONVOLUTIONS = [f"conv{n}d{kind}" for n in (1, 2, 3) for kind in ("", ".padding
 @family(aten(_CONVOLUTIONS))
 def _convolution(call: Call) -> OpRule:
     """Channels are ``(g i)`` and ``(g o)`` with g groups; i is contracted."""
-    source, weight = call.operands[0], call.operands[1]
-    count = weight.ndim - 2
-    padding = call.arg(4, "padding", 0)
-    plain = padding == "valid" or (
-        not isinstance(padding, str) and not any(per_dim(padding, count, 0))
-    )
-    exact = plain and all(d == 1 for d in per_dim(call.arg(5, "dilation"), count, 1))
+    shape, kernel = call.operands[0].shape, list(call.operands[1].shape[2:])
+    count = len(kernel)
+    padding, dilation = call.arg(4, "padding", 0), per_dim(call.arg(5, "dilation"), count, 1)
+    if padding == "same":
+        padded = [k > 1 for k in kernel]
+    elif isinstance(padding, str):
+        padded = [False] * count
+    else:
+        padded = [p != 0 for p in per_dim(padding, count, 0)]
+    exact = [not pad and d == 1 for pad, d in zip(padded, dilation, strict=True)]
     stride = per_dim(call.arg(3, "stride"), count, 1)
-    spatial = _windows(source.shape[-count:], list(weight.shape[2:]), stride, exact)
+    spatial = _windows(shape[-count:], kernel, stride, exact)
     return _grouped(call, call.int_arg(6, "groups", 1), spatial, transposed=False)
 
 
 @family(aten("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def _transposed_convolution(call: Call) -> OpRule:
-    """The weight is ``(g i) o``."""
-    nothing: list[Entry] = [None] * (call.operands[1].ndim - 2)
-    return _grouped(call, call.int_arg(6, "groups", 1), (nothing, nothing, {}), transposed=True)
+    """The weight is ``(g i) o``; windows as long as their step do not overlap."""
+    kernel = list(call.operands[1].shape[2:])
+    count = len(kernel)
+    columns = zip(
+        kernel,
+        per_dim(call.arg(3, "stride"), count, 1),
+        per_dim(call.arg(4, "padding"), count, 0),
+        per_dim(call.arg(5, "output_padding"), count, 0),
+        per_dim(call.arg(7, "dilation"), count, 1),
+        strict=True,
+    )
+    factors = [k if (k, p, o, d) == (step, 0, 0, 1) else 0 for k, step, p, o, d in columns]
+    spatial = _enlarged(call.operands[0].shape[-count:], factors)
+    return _grouped(call, call.int_arg(6, "groups", 1), spatial, transposed=True)
 
 
 @family(aten("convolution"))
 def _any_convolution(call: Call) -> OpRule:
-    nothing: list[Entry] = [None] * (call.operands[1].ndim - 2)
+    count = call.operands[1].ndim - 2
+    nothing = _Spatial([None] * count, [None] * count, {})
     transposed = bool(call.arg(6, "transposed", False))
-    return _grouped(call, call.int_arg(8, "groups", 1), (nothing, nothing, {}), transposed)
+    return _grouped(call, call.int_arg(8, "groups", 1), nothing, transposed)
 
 
 def _grouped(
     call: Call,
     groups: int,
-    spatial: tuple[list[Entry], list[Entry], dict[str, int]],
+    spatial: _Spatial,
     transposed: bool,
 ) -> OpRule:
-    source, target, known = spatial
+    source, target = spatial.source, spatial.target
     into: Entry = ("g~", "i") if groups > 1 else "i"
     out: Entry = ("g~", "o") if groups > 1 else "o"
     kernel: list[Entry] = [None] * len(source)
@@ -92,7 +123,7 @@ def _grouped(
         0: [*batch, into, *source],
         1: [into, "o", *kernel] if transposed else [out, "i", *kernel],
     }
-    sizes = dict(known)
+    sizes = dict(spatial.sizes)
     if groups > 1:
         into_size = call.operands[0].shape[len(batch)]
         out_size = call.outputs[0].shape[len(batch)]
@@ -117,14 +148,21 @@ def _pool(call: Call, count: int, stride_at: int, linear: bool, indices: bool) -
     kernel = per_dim(call.arg(1, "kernel_size"), count, 1)
     stride = per_dim(call.arg(stride_at, "stride"), count, 0)
     stride = [step or k for step, k in zip(stride, kernel, strict=True)]
-    exact = not any(per_dim(call.arg(3, "padding"), count, 0)) and not indices
-    if not linear:
-        exact = exact and all(d == 1 for d in per_dim(call.arg(4, "dilation"), count, 1))
-    source, target, sizes = _windows(shape[-count:], kernel, stride, exact)
+    padding = per_dim(call.arg(3, "padding"), count, 0)
+    dilation = [1] * count if linear else per_dim(call.arg(4, "dilation"), count, 1)
+    exact = [
+        (pad, step) == (0, 1) and not indices for pad, step in zip(padding, dilation, strict=True)
+    ]
+    spatial = _windows(shape[-count:], kernel, stride, exact)
     lead: list[Entry] = ["n", "c"] if len(shape) == count + 2 else ["c"]
-    outputs = [[*lead, *target] for _ in call.outputs]
-    sets = [{0}] if linear else []
-    return call.build([[*lead, *source]], outputs, sizes=sizes, linear=sets, hints=HINTS)
+    outputs = [[*lead, *spatial.target] for _ in call.outputs]
+    return call.build(
+        [[*lead, *spatial.source]],
+        outputs,
+        sizes=spatial.sizes,
+        linear=[{0}] if linear else [],
+        hints=HINTS,
+    )
 
 
 def _make_pools() -> None:
@@ -154,17 +192,16 @@ def _per_channel(call: Call, count: int, linear: bool) -> OpRule:
 
 # fmt: off
 _PER_CHANNEL = {
-    1: ("adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d "
-        "upsample_nearest1d.vec upsample_linear1d.vec _upsample_nearest_exact1d "
-        "_upsample_nearest_exact1d.vec", "adaptive_max_pool1d"),
+    1: ("adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d "
+        "upsample_linear1d upsample_linear1d.vec _upsample_nearest_exact1d", "adaptive_max_pool1d"),
     2: ("adaptive_avg_pool2d _adaptive_avg_pool2d reflection_pad2d replication_pad2d "
-        "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest2d.vec "
-        "upsample_bilinear2d.vec upsample_bicubic2d.vec _upsample_nearest_exact2d "
-        "_upsample_nearest_exact2d.vec _upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec "
-        "_upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec", "adaptive_max_pool2d"),
+        "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_bilinear2d.vec "
+        "upsample_bicubic2d.vec _upsample_nearest_exact2d _upsample_bilinear2d_aa "
+        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec",
+        "adaptive_max_pool2d"),
     3: ("adaptive_avg_pool3d _adaptive_avg_pool3d reflection_pad3d replication_pad3d "
-        "upsample_nearest3d upsample_trilinear3d upsample_nearest3d.vec upsample_trilinear3d.vec "
-        "_upsample_nearest_exact3d _upsample_nearest_exact3d.vec", "adaptive_max_pool3d"),
+        "upsample_nearest3d upsample_trilinear3d upsample_trilinear3d.vec "
+        "_upsample_nearest_exact3d", "adaptive_max_pool3d"),
 }
 # fmt: on
 
@@ -183,6 +220,31 @@ def _make_per_channel() -> None:
 
 
 _make_per_channel()
+
+_NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
+
+
+@family(aten([f"{kind}{n}d.vec" for kind in _NEAREST for n in (1, 2, 3)]))
+def _nearest(call: Call) -> OpRule:
+    """Whole scale factors copy every position; other scales keep the spatial dims whole."""
+    scales = call.arg(2, "scale_factors")
+    count = int(call.node.op.split("d.vec")[0][-1])
+    if not isinstance(scales, tuple):
+        return _per_channel(call, count, linear=True)
+    shape = call.operands[0].shape
+    factors = [int(s) if isinstance(s, (int, float)) and s == int(s) else 0 for s in scales]
+    spatial = _enlarged(shape[-count:], factors)
+    lead: list[Entry] = (
+        ["n", "c"] if len(shape) == count + 2 else list(call.names("b", len(shape) - count))
+    )
+    return call.build(
+        [[*lead, *spatial.source]],
+        [[*lead, *spatial.target]],
+        sizes=spatial.sizes,
+        linear=[{0}],
+        hints=HINTS,
+    )
+
 
 rule(
     "aten.grid_sampler.default aten.grid_sampler_2d.default",

@@ -98,10 +98,7 @@ def _next(sizes: list[int], inside: bool) -> int | None:
     return next((i for i in order if sizes[i] > 1), None)
 
 
-_RESHAPES = aten(
-    "reshape view _unsafe_view flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims "
-    "unsqueeze view_as reshape_as ravel"
-)
+_RESHAPES = aten("reshape view _unsafe_view flatten.using_ints unsqueeze view_as reshape_as ravel")
 _SHAPED = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
 
 
@@ -114,10 +111,12 @@ def _reshape(call: Call) -> OpRule:
     source, target, sizes = common_factors(call.operands[0].shape, call.outputs[0].shape)
     operands: list[Sequence[Entry]] = [[tuple(names) or None for names in source]]
     outputs: list[Sequence[Entry]] = [[tuple(names) or None for names in target]]
-    return call.build({0: operands[0]}, outputs, sizes=sizes, linear=[{0}], size_arg=size_arg)
+    if len(call.operands) == 2:
+        operands += outputs  # lends its shape
+    return call.build(operands, outputs, sizes=sizes, linear=[{0}], size_arg=size_arg)
 
 
-@family(aten("permute transpose.int t numpy_T mT T swapaxes swapdims movedim.int movedim.intlist"))
+@family(aten("permute transpose.int t numpy_T mT swapaxes swapdims movedim.int movedim.intlist"))
 def _permute(call: Call) -> OpRule:
     ndim = call.operands[0].ndim
     names: list[Entry] = list(call.names("d", ndim))
