@@ -34,7 +34,7 @@ def main() -> None:
         mesh=f"dp={world_size // tensor_parallel},tp={tensor_parallel}",
         constraints="megatron",
         optimizer="adamw",
-        lr=1e-3,
+        lr=3e-4,
     )
     for step, (tokens, targets) in enumerate(
         islice(text_batches(options.batch_size, options.seq_len), options.steps), 1

@@ -64,8 +64,8 @@ def work(comm: Communicator, rounds: int, steps: int) -> Timing:
 
 
 def theory() -> dict[str, int]:
-    """Bytes a rank sends per step: every gradient, and the loss, all-reduced once."""
-    elements = sum(parameter.numel() for parameter in seeded_gpt().parameters()) + 1
+    """Bytes a rank sends per step: every gradient, and the loss as sum and count."""
+    elements = sum(parameter.numel() for parameter in seeded_gpt().parameters()) + 2
     return {"all_reduce": 2 * (RANKS - 1) * 4 * elements // RANKS}
 
 
