@@ -83,7 +83,7 @@ def group_norm(call: SpecialCall, source: Tensor, *affine: Tensor) -> Tensor:
     return result.to(source.dtype)
 
 
-@special("autopar.batch_norm.default batch_norm instance_norm")
+@special("_native_batch_norm_legit_functional batch_norm instance_norm")
 def batch_norm(call: SpecialCall, source: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Statistics over the global batch; new running statistics, equal on all ranks.
 
@@ -111,13 +111,16 @@ def batch_norm(call: SpecialCall, source: Tensor, *others: Tensor) -> Tensor | t
     else:
         mean, variance = (working(tensor).view(per_channel) for tensor in old)
         new = [tensor.clone() for tensor in old]
-    result = (values - mean) * torch.rsqrt(variance + eps)
+    scale = torch.rsqrt(variance + eps)
+    result = (values - mean) * scale
     if "weight" in given:
         result = result * given["weight"].view(per_channel)
     if "bias" in given:
         result = result + given["bias"].view(per_channel)
     result = result.to(source.dtype)
-    return result if len(call.outputs) == 1 else (result, *new)
+    if len(call.outputs) == 1:
+        return result
+    return (result, mean.detach().flatten(), scale.detach().flatten(), *new)
 
 
 def _present(call: SpecialCall, position: int, names: tuple[str, ...]) -> list[str]:

@@ -53,17 +53,22 @@ def _group_norm(call: Call) -> OpRule:
     )
 
 
-@family("autopar.batch_norm.default aten.batch_norm.default aten.instance_norm.default")
+@family(aten("_native_batch_norm_legit_functional batch_norm instance_norm"))
 def _batch_norm(call: Call) -> OpRule | None:
-    """Statistics over the global batch; running statistics stay replicated."""
+    """Statistics over the global batch; running statistics stay replicated.
+
+    The functional form gives the saved and the new running statistics as further results; tracing
+    writes every batch norm that trains in this form.
+    """
     names = ("input", "weight", "bias", "running_mean", "running_var")
     slots = [call.slot(i, name) for i, name in enumerate(names)]
     ndim = call.operands[0].ndim
     instance = call.node.op == "aten.instance_norm.default"
+    functional = call.node.op == "aten._native_batch_norm_legit_functional.default"
     training = bool(call.arg(5, "training", False))
-    if call.node.op != "autopar.batch_norm.default" and training and slots[3] is not None:
-        return None  # updates its running statistics in place
-    flags = "~=" if training or len(call.outputs) > 1 else ""
+    if functional != (training and slots[3] is not None):
+        return None  # in place, or with empty statistics
+    flags = "~=" if training else ""
     full: list[Entry] = ["n" if instance else f"n{flags}", "c"]
     full = [*full, *(f"s{d}{flags}" for d in range(ndim - 2))]
     operands: dict[int, list[Entry]] = {0: full}
@@ -71,14 +76,12 @@ def _batch_norm(call: Call) -> OpRule | None:
     operands.update({slot: channels for slot in slots[1:] if slot is not None})
     outputs = [full, *(channels for _ in call.outputs[1:])]
     linear = []
-    if len(call.outputs) == 1:  # else the running statistics are results too
+    if not functional:  # else the statistics are results too
         linear = _affine(slots[1], slots[2])
         if not training and not instance:
             linear.append({0, *(slot for slot in slots[2:4] if slot is not None)})
     hints = {"n": ("batch", 3), "c": ("channels", 2)}
-    # Not an operator of torch: it always runs through its lowering.
-    own = call.node.op == "autopar.batch_norm.default"
-    return call.build(operands, outputs, linear=linear, hints=hints, special=own)
+    return call.build(operands, outputs, linear=linear, hints=hints)
 
 
 @family(aten("_weight_norm"))

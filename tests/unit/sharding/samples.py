@@ -30,9 +30,10 @@ NO_DERIVATIVE = frozenset(
     }
 )
 
-# Operand slots that torch does not differentiate although they are floating.
+# Operand slots that torch does not differentiate although they are floating; -1 is the last.
 NOT_TRAINED = {
     "aten.batch_norm.default": {3, 4},
+    "aten._native_batch_norm_legit_functional.default": {-2, -1},
     "aten.cross_entropy_loss.default": {2},
     "aten.nll_loss.default": {2},
     "aten.nll_loss_nd.default": {2},
@@ -55,7 +56,8 @@ class Sample:
 
     def trains(self, slot: int) -> bool:
         """Whether an operand takes a gradient."""
-        fixed = NOT_TRAINED.get(self.node.op, ())
+        count = len(self.operands)
+        fixed = {at % count for at in NOT_TRAINED.get(self.node.op, ()) if at < count}
         floating = self.operands[slot].is_floating_point()
         return floating and self.node.op not in NO_DERIVATIVE and slot not in fixed
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 from torch import Tensor
@@ -116,21 +114,12 @@ def attention() -> list[Sample]:
     return found
 
 
-def _batch_norm(training: bool, shape: tuple[int, ...], affine: bool = True) -> Sample:
+def _batch_norm(shape: tuple[int, ...], affine: bool = True) -> Sample:
     d = Draw("batch_norm")
     c = shape[1]
     weight, bias = (d.normal(c), d.normal(c)) if affine else (None, None)
-    mean, variance = d.normal(c), d.uniform(c)
-
-    def reference(x: Tensor, *rest: Tensor) -> Any:
-        *scale, running_mean, running_var = rest
-        means, variances = running_mean.detach().clone(), running_var.detach().clone()
-        w, b = scale or (None, None)
-        y = torch.nn.functional.batch_norm(x, means, variances, w, b, training, 0.2, 1e-5)
-        return y, means, variances
-
-    args = (d.normal(*shape), weight, bias, mean, variance, training, 0.2, 1e-5)
-    return sample("autopar.batch_norm.default", *args, reference=reference)
+    args = (d.normal(*shape), weight, bias, d.normal(c), d.uniform(c), True, 0.2, 1e-5)
+    return sample("_native_batch_norm_legit_functional", *args)
 
 
 def norms() -> list[Sample]:
@@ -156,12 +145,8 @@ def norms() -> list[Sample]:
     found += [sample("group_norm", y, 2, d.normal(6), d.normal(6)), sample("group_norm", y, 6)]
     found += [sample("group_norm", y, 3, d.normal(6)), sample("group_norm", y, 1)]
     found += [sample("group_norm", d.normal(4, 6), 3, d.normal(6), d.normal(6))]
-    found += [
-        _batch_norm(True, (4, 3, 2, 3)),
-        _batch_norm(False, (4, 3, 2, 3)),
-        _batch_norm(True, (5, 3)),
-    ]
-    found += [_batch_norm(True, (4, 3, 5), affine=False)]
+    found += [_batch_norm((4, 3, 2, 3)), _batch_norm((5, 3))]
+    found += [_batch_norm((4, 3, 5), affine=False)]
     stats = (d.normal(6), d.uniform(6))
     found += [sample("batch_norm", y, d.normal(6), d.normal(6), *stats, False, 0.1, 1e-5, False)]
     found += [sample("batch_norm", y, None, None, None, None, True, 0.1, 1e-5, False)]
