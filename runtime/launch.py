@@ -15,7 +15,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +54,6 @@ class LocalRanks:
         self._threads = threads or max(1, (os.cpu_count() or 1) // count)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[mpc.Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -114,27 +112,24 @@ class LocalRanks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True)
         key = secrets.token_bytes(16)
-        address = str(Path(self._folder.name, "pool"))
-        with mpc.Listener(address, "AF_UNIX", backlog=self.count, authkey=key) as listener:
+        with mpc.Listener(("127.0.0.1", 0), "AF_INET", backlog=self.count, authkey=key) as listener:
+            port = listener.address[1]
+            assert isinstance(port, int), listener.address
             try:
-                self._processes = [self._spawn(rank, address, key) for rank in range(self.count)]
+                self._processes = [self._spawn(rank, port, key) for rank in range(self.count)]
                 self._accept(listener)
                 self._connections[0].send_bytes(pickle.dumps(0))
-                port = self._receive_port()
+                store_port = self._receive_port()
                 for connection in self._connections[1:]:
-                    connection.send_bytes(pickle.dumps(port))
+                    connection.send_bytes(pickle.dumps(store_port))
             except BaseException:
                 self.close()
                 raise
 
-    def _spawn(self, rank: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, port: int, key: bytes) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -144,7 +139,7 @@ class LocalRanks:
         environment["PYTHONPATH"] = os.pathsep.join(
             part for part in (environment.get("PYTHONPATH"), _package_parent()) if part
         )
-        arguments = [rank, self.count, address, self._threads, self.timeout_s]
+        arguments = [rank, self.count, port, self._threads, self.timeout_s]
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _WORKER, *map(str, arguments)],
             env=environment,

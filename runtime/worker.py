@@ -87,18 +87,18 @@ def _same(origin: str | None, file: str) -> bool:
 
 
 def main() -> None:
-    """Serve the pool named by the command line (rank, ranks, address, threads, timeout)."""
-    rank, world_size, address, threads, timeout_s = sys.argv[1:]
+    """Serve the pool named by the command line (rank, ranks, port, threads, timeout)."""
+    rank, world_size, port, threads, timeout_s = sys.argv[1:]
     del sys.argv[1:]
-    serve(int(rank), int(world_size), address, int(threads), float(timeout_s))
+    serve(int(rank), int(world_size), int(port), int(threads), float(timeout_s))
 
 
-def serve(rank: int, world_size: int, address: str, threads: int, timeout_s: float) -> None:
-    """Answer the pool that listens at `address` until it hangs up."""
+def serve(rank: int, world_size: int, port: int, threads: int, timeout_s: float) -> None:
+    """Answer the pool that listens on `port` of this machine until it hangs up."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
-    connection = Client(address, authkey=bytes.fromhex(os.environ["AUTOPAR_POOL_KEY"]))
+    connection = Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["AUTOPAR_POOL_KEY"]))
     assert isinstance(connection, Connection), connection
     connection.send_bytes(pickle.dumps(rank))
     try:

@@ -9,9 +9,10 @@ import time
 import pytest
 import torch
 
-from autopar.errors import InputError, PlanError, RankError
+from autopar.errors import ClusterError, InputError, PlanError, RankError
 from autopar.runtime.comm import Communicator, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
+from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.launch import LocalRanks
 
 DTYPES = [
@@ -342,3 +343,25 @@ def test_pool_refuses_what_cannot_be_sent():
         pool.run(process_id, lambda: None)
     with pytest.raises(InputError, match="0 local ranks"):
         LocalRanks(0)
+
+
+@pytest.fixture
+def no_job(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_without_a_job_this_process_is_alone(no_job):
+    comm = from_environment("cpu")
+    assert isinstance(comm, SoloCommunicator)
+    assert (comm.rank, comm.world_size, comm.device.type) == (0, 1, "cpu")
+
+
+def test_a_job_half_announced_is_refused(no_job):
+    no_job.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ClusterError, match="RANK, MASTER_ADDR, MASTER_PORT is not set"):
+        from_environment("cpu")
+    no_job.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ClusterError, match="WORLD_SIZE is 'two'"):
+        from_environment("cpu")

@@ -58,7 +58,7 @@ def test_module_targets():
         (":build", "cannot read"),
         ("missing_file.py:build", "no file 'missing_file.py'"),
         ("missing_package.module:build", "no module 'missing_package.module'"),
-        ("autopar.runtime.tiny_gpt:biuld", "has no 'biuld'"),
+        ("autopar.runtime.tiny_gpt:nonesuch", "has no 'nonesuch'"),
     ],
 )
 def test_bad_targets(target, message):
