@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.graph.ir import Graph, Node, map_refs
+from autopar.graph.ir import Graph, Node, Ref, map_refs
 from autopar.sharding.rule import Letter, OpRule, rule_for
 
 
@@ -159,8 +159,8 @@ def _rules(graph: Graph) -> tuple[OpRule | None, ...]:
     for node in graph.nodes:
         key = (
             node.op,
-            map_refs(node.args, lambda _: None),
-            tuple((name, map_refs(arg, lambda _: None)) for name, arg in node.kwargs),
+            map_refs(node.args, lambda _: Ref("")),  # where tensors stand, whatever their names
+            tuple((name, map_refs(arg, lambda _: Ref(""))) for name, arg in node.kwargs),
             tuple(graph.spec(name) for name in node.operands),
             tuple(value.spec for value in node.outputs),
             tuple(type(arg) for arg in node.args),
