@@ -52,6 +52,10 @@ class Engine:
         self.seed, self.check_finite, self.num_steps = seed, check_finite, 0
         self.custom = custom
         self.everywhere = replicated(sharded.mesh)
+        # The loss may stay a partial sum: backward need not wait until it is complete.
+        self.loss_pair = (
+            Pair(sharded.pairs()[loss].forward, self.everywhere.gradient) if loss else None
+        )
         self._prepare_groups()
         graph = sharded.graph
         self.items: dict[str, Input] = {item.value.name: item for item in graph.inputs}
@@ -120,7 +124,8 @@ class Engine:
                         "the model returns no loss, so there is nothing to train",
                         fix="pass loss_fn=... to compile, or return the loss from the model",
                     )
-                wanted.append((self.loss, self.everywhere))
+                assert self.loss_pair is not None
+                wanted.append((self.loss, self.loss_pair))
             else:
                 wanted += [
                     (out.value, self.everywhere)
@@ -176,15 +181,22 @@ class Engine:
             parameter.grad = None
         self.sync.start_step()
         outputs = self.run("train", inputs)
-        loss = outputs[str(self.loss)]
-        if self.check_finite and not torch.isfinite(loss.detach()).all():
-            self._non_finite(loss, inputs)
-        if loss.requires_grad:
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+        local = outputs[str(self.loss)]
+        if local.requires_grad:
+            local.sum().backward()  # type: ignore[no-untyped-call]
+        loss = self._whole_loss(local.detach())
         self.sync.finish()
+        if self.check_finite and not torch.isfinite(loss).all():
+            self._non_finite(loss, inputs)
         self.write_buffers(outputs)
         self.num_steps += 1
-        return loss.detach()
+        return loss
+
+    def _whole_loss(self, local: Tensor) -> Tensor:
+        assert self.loss is not None and self.loss_pair is not None
+        shape = self.sharded.graph.spec(self.loss).shape
+        have, want = self.loss_pair.forward, self.everywhere.forward
+        return run_steps(bind_steps(have, want, shape, self.context), local)
 
     def write_buffers(self, outputs: Mapping[str, Tensor]) -> None:
         """Keep the new values of mutated buffers."""
