@@ -135,9 +135,11 @@ class _Pass:
             item if item.value is None else replace(item, value=self._read(item.value))
             for item in self.graph.outputs
         ]
+        assigned = {item.target for item in outputs if item.kind == "buffer"}
         for item in self.graph.inputs:
             view = self.views.get(item.value.name)
-            if view is not None and view.version and item.kind == "buffer":
+            new = item.kind == "buffer" and item.target not in assigned
+            if view is not None and view.version and new:
                 outputs.append(Output(kind="buffer", value=view.current, target=item.target))
         return self.builder.graph(self.graph.inputs, tuple(outputs))
 

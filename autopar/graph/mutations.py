@@ -44,6 +44,12 @@ _PROMOTING = frozenset(
         "floor_divide", "bitwise_and", "bitwise_or", "bitwise_xor",
     )
 )  # fmt: skip
+_RANDOM_FILLS = frozenset(
+    (
+        "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_",
+        "log_normal_",
+    )
+)  # fmt: skip
 _RANK = {"bool": 0, "uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float8_e4m3fn": 6,
          "float8_e5m2": 6, "float16": 7, "bfloat16": 7, "float32": 8, "float64": 9,
          "complex64": 10, "complex128": 11}  # fmt: skip
@@ -53,6 +59,11 @@ def place(node: Node) -> str:
     """Module and line of a call, for messages."""
     module = f"module '{node.module}'" if node.module else "the root module"
     return f"{module}, {node.source}" if node.source else module
+
+
+def changes_view(op: str) -> bool:
+    """Whether `op` changes in place how a tensor is seen, not what it holds."""
+    return op.split(".")[1] in _NOT_WRITES
 
 
 def is_inplace(op: str) -> bool:
@@ -127,7 +138,10 @@ def functional_call(builder: GraphBuilder, node: Node, spec: TensorSpec) -> str:
     elif stem in _PROMOTING:
         refs = [ref.name for arg in node.args for ref in iter_refs(arg)]
         dtype = promote([builder.specs[ref] for ref in refs])
-    result = builder.one(op, node.args, spec.shape, dtype, node.kwargs)
+    args = node.args
+    if name in _RANDOM_FILLS:  # the old content matters neither to the result nor to gradients
+        args = (Ref(_full(builder, spec, 0)), *args[1:])
+    result = builder.one(op, args, spec.shape, dtype, node.kwargs)
     return cast(builder, result, spec.dtype)
 
 

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import TraceError
 from autopar.graph.ir import Arg, Graph, Input, Node, Output, Ref, TensorSpec, Token, Value
+from autopar.graph.mutations import changes_view, is_inplace
 from autopar.graph.views import ALIASES, RESHAPES
 from autopar.trace.guards import dtype_name
 
@@ -64,6 +65,18 @@ def tensor_spec(tensor: torch.Tensor, requires_grad: bool = False) -> TensorSpec
     return TensorSpec(tuple(map(int, tensor.shape)), dtype_name(tensor.dtype), requires_grad)
 
 
+def _without_out(target: Any) -> str | None:
+    """The overload that returns what ``target``, with its ``out`` argument, writes."""
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        own = [(a.name, str(a.type)) for a in found._schema.arguments]
+        if own == wanted and not found._schema.is_mutable and len(found._schema.returns) == 1:
+            return str(found)
+    return None
+
+
 def convert(arg: Any, names: Mapping[torch.fx.Node, str]) -> Arg:
     """An fx argument as an IR argument."""
     if isinstance(arg, torch.fx.Node):
@@ -86,10 +99,17 @@ def convert(arg: Any, names: Mapping[torch.fx.Node, str]) -> Arg:
 
 
 class _Signature:
-    """Argument order and defaults of an operator."""
+    """Argument order and defaults of an operator, and what it writes."""
 
     def __init__(self, target: Any) -> None:
         arguments = target._schema.arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.out = written == ["out"]
+        first = arguments[0].name if arguments else ""
+        inplace = is_inplace(str(target)) or changes_view(str(target))
+        known = self.out or (written == [first] and inplace and str(arguments[0].type) == "Tensor")
+        self.refused = bool(written) and not known
+        self.plain = _without_out(target) if self.out else None
         self.positional = [arg for arg in arguments if not arg.kwarg_only]
         self.keywords = [arg for arg in arguments if arg.kwarg_only]
 
@@ -199,6 +219,12 @@ class Capturer:
             signature = self.signatures[target] = _Signature(target)
         args, kwargs = signature.normalise(node)
         op = str(target)
+        if signature.refused or (signature.out and signature.plain is None):
+            raise TraceError(
+                f"{op} writes tensors in place in a way that cannot be followed",
+                where=describe_place(self.module(node), self.source(node)),
+                fix="use an operator that returns new tensors",
+            )
         if op in _READS_VALUE:
             raise data_dependent_error(self.module(node), self.source(node))
         try:
@@ -213,6 +239,9 @@ class Capturer:
         if op == _CUSTOM:
             op, ir_args = f"autopar.custom_function.{ir_args[1]}", ir_args[0]  # type: ignore[assignment]
         outputs = self._outputs(node, op)
+        if signature.plain is not None:
+            self._out_call(node, signature.plain, ir_args, dict(ir_kwargs), outputs)
+            return
         self.nodes.append(
             Node(
                 name=outputs[0].name if outputs else self.fresh(),
@@ -225,6 +254,36 @@ class Capturer:
                 context=self.context,
             )
         )
+
+    def _out_call(
+        self,
+        node: torch.fx.Node,
+        op: str,
+        args: tuple[Arg, ...],
+        kwargs: dict[str, Arg],
+        outputs: tuple[Value, ...],
+    ) -> None:
+        """A call with ``out=`` as the plain call and a copy into ``out``."""
+        out = kwargs.pop("out")
+        plain = Value(self.fresh(), outputs[0].spec)
+        self.specs[plain.name] = plain.spec
+        calls = (
+            (op, args, tuple(kwargs.items()), plain),
+            ("aten.copy_.default", (out, Ref(plain.name), False), (), outputs[0]),
+        )
+        for name, call_args, call_kwargs, value in calls:
+            self.nodes.append(
+                Node(
+                    name=value.name,
+                    op=name,
+                    args=call_args,
+                    kwargs=call_kwargs,
+                    outputs=(value,),
+                    module=self.module(node),
+                    source=self.source(node),
+                    context=self.context,
+                )
+            )
 
     def _outputs(self, node: torch.fx.Node, op: str) -> tuple[Value, ...]:
         value = node.meta.get("val")
@@ -405,7 +464,11 @@ def capture(
     named = tuple(
         item
         if item.value is None
-        else Output(kind=item.kind, value=returned[int(item.value[1:])], target=item.target)
+        else Output(
+            kind=item.kind,
+            value=returned[int(item.value[1:])],
+            target=canonical(item.target) if item.kind == "buffer" else item.target,
+        )
         for item in outputs
     )
     graph = Graph(inputs=tuple(inputs), nodes=tuple(work.nodes), outputs=named)
@@ -434,6 +497,7 @@ def _inputs(
 
     for target, item in state.items():
         add(item.kind, target, tensor_spec(item.tensor, item.grad), item.persistent)
+    known = {_memory(item.tensor): target for target, item in state.items()}
     places = [n for n in work.program.graph_module.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(places, work.program.graph_signature.input_specs, strict=True))
     for place, spec in pairs:
@@ -443,6 +507,10 @@ def _inputs(
             work.names[place] = made[state[target].kind, target]
         elif spec.kind != InputKind.USER_INPUT:
             tensor = work.program.constants[str(spec.target)]
+            same = known.get(_memory(tensor))
+            if same is not None:  # an attribute that is a parameter or buffer by another name
+                work.names[place] = made[state[same].kind, same]
+                continue
             if "lifted_tensor" in path:
                 path = _constant_key(tensor, keys, constants)
             else:
@@ -453,6 +521,13 @@ def _inputs(
         tensor = place.meta["val"]
         work.names[place] = add("input", path, tensor_spec(tensor, tensor.requires_grad))
     return inputs, constants
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same elements of the same memory."""
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
 def _constant_key(

@@ -46,12 +46,15 @@ class CustomFunctions:
 
     def __init__(self) -> None:
         self.calls: dict[str, CustomFunction] = {}
+        self.checkpoints = 0
+        self._classes: dict[str, type[torch.autograd.Function]] = {}
         self._running: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._results: dict[str, tuple[list[Any], Any]] = {}
 
     def intercept(self, cls: type, run: Any, *args: Any) -> Any:
         """Replaces ``cls.apply(*args)`` while tracing."""
         if cls is torch.utils.checkpoint.CheckpointFunction:
+            self.checkpoints += 1
             return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
             return run(*args)
@@ -76,20 +79,13 @@ class CustomFunctions:
         args = [tensors[a.index] if isinstance(a, Slot) else a for a in arguments]
         with torch.no_grad():
             leaves, spec = pytree.tree_flatten(run(*args))
-        cls = self._class(key)
+        cls = self._classes[key]
         if [tensor._version for tensor in tensors] != versions:
             raise _refused(cls, "writes its inputs in place", "return new tensors")
         kept = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         self._results[key] = (leaves, spec)
         self.calls[key] = CustomFunction(function=cls, arguments=arguments, kept=kept)
         return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def _class(self, key: str) -> type[torch.autograd.Function]:
-        return self._classes[key]
-
-    @property
-    def _classes(self) -> dict[str, type[torch.autograd.Function]]:
-        return self.__dict__.setdefault("classes", {})
 
     def _key(self, cls: type, arguments: tuple[Any, ...]) -> str:
         name = cls.__qualname__.rsplit(".", 1)[-1]

@@ -228,6 +228,7 @@ def _state(module: nn.Module) -> list[Any]:
     """Plain attributes of a module and its children, to see whether a call changes them."""
     state: list[Any] = []
     for child in module.modules():
+        state += [(name, id(value)) for name, value in child.__dict__["_buffers"].items()]
         for name, value in child.__dict__.items():
             if name.startswith("_") and name.endswith(("hooks", "_modules", "_parameters")):
                 continue

@@ -30,6 +30,7 @@ from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
 from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
 
 LossFunction = Callable[..., torch.Tensor]
+Table = tuple[str, dict[str, Any], dict[str, Any], str]
 LOSS_PATH = "loss_fn(...)"
 
 
@@ -136,16 +137,19 @@ class _Wrapper(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run model and loss; returns the tensors of the result, then the loss."""
         repeater = _SESSION.get().repeater
+        tables = _tables(self.model)
         repeater.running = True
         try:
-            return self._run(tensors)
+            return self._run(tensors, tables)
         except Exception as error:
             _SESSION.get().error = error
             raise compat.AbortError from error
         finally:
             repeater.running = False
 
-    def _run(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _run(
+        self, tensors: tuple[torch.Tensor, ...], tables: list[Table]
+    ) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -163,7 +167,47 @@ class _Wrapper(nn.Module):
             _check_loss(loss)
             session.outputs.append(_output(LOSS_PATH, loss, returned))
             session.loss = session.outputs[-1].value
+        session.outputs += _assigned_buffers(tables, returned)
         return tuple(returned)
+
+
+def _tables(model: nn.Module) -> list[Table]:
+    """The tables of parameters and buffers of every module, and what is in them now."""
+    return [
+        (path, vars(child)[kind], dict(vars(child)[kind]), kind)
+        for path, child in model.named_modules()
+        for kind in ("_buffers", "_parameters")
+        if vars(child)[kind]
+    ]
+
+
+def _assigned_buffers(tables: list[Table], returned: list[torch.Tensor]) -> list[Output]:
+    """Outputs for the buffers that forward replaced by new tensors (``self.b = ...``)."""
+    outputs = []
+    for path, table, old, kind in tables:
+        for name, tensor in table.items():
+            if tensor is old.get(name):
+                continue
+            target = f"{path}.{name}" if path else name
+            was = old.get(name)
+            alike = isinstance(tensor, torch.Tensor) and was is not None
+            if kind != "_buffers" or not alike or _kind(tensor) != _kind(was):
+                raise TraceError(
+                    f"forward replaces {target!r} by {describe(tensor)}",
+                    where=f"module '{path}'",
+                    expected="parameters that stay, and buffers that keep shape and dtype",
+                    fix="update a buffer of the same shape and dtype",
+                )
+            returned.append(tensor)
+            value = f"#{len(returned) - 1}"
+            outputs.append(Output(kind="buffer", value=value, target=target))
+        table.clear()
+        table.update(old)
+    return outputs
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _output(path: str, leaf: Any, returned: list[torch.Tensor]) -> Output:
@@ -284,9 +328,10 @@ def _trace_once(
         outputs=session.outputs,
     )
     graph, loss = _finish(raw, session, state)
-    if session.checkpoints:
+    checkpoints = session.checkpoints + session.custom.checkpoints
+    if checkpoints:
         notes = [*notes, "activation checkpointing in the model is ignored: the plan decides "
-                 f"what is recomputed ({session.checkpoints} regions)"]  # fmt: skip
+                 f"what is recomputed ({checkpoints} regions)"]  # fmt: skip
     return Traced(
         graph=graph,
         parameters=MappingProxyType(state.parameters),
