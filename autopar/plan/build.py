@@ -133,7 +133,7 @@ def place_graph(
 def _word(sharded: ShardedGraph, name: str, placement: object) -> str:
     if not isinstance(placement, Shard):
         return "whole"
-    for factor, stride, size in sharded.factors.dim_names.get((name, placement.dim), ()):
+    for factor, stride, size in sharded.factors.dims(name, placement.dim):
         if (stride, size) == (placement.stride, placement.size):
             return f"{factor}@{placement.dim}:{stride}x{size}"
     return f"dim{placement.dim}@{placement.dim}:{placement.stride}x{placement.size}"

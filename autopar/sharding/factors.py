@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.graph.blocks import Block, find_blocks
 from autopar.graph.ir import Graph, Node, Ref, map_refs
 from autopar.sharding.rule import Letter, OpRule, rule_for
 
@@ -54,12 +55,19 @@ class Factors:
         dim_names: For ``(value, dim)`` the names of its factors, outermost first, with
             their ``(stride, size)``.
         positions: Index of every node by name.
+        alias: Value of a repeated block to the value of its sample copy, which stands for it in
+            `dim_names`.
     """
 
     rules: tuple[OpRule | None, ...]
     units: tuple[tuple[Unit, ...], ...]
     dim_names: dict[tuple[str, int], tuple[tuple[str, int, int], ...]]
     positions: dict[str, int]
+    alias: dict[str, str]
+
+    def dims(self, value: str, dim: int) -> tuple[tuple[str, int, int], ...]:
+        """Names, strides and sizes of the factors of a dim, outermost first; () if unknown."""
+        return self.dim_names.get((self.alias.get(value, value), dim), ())
 
     def names(self) -> tuple[str, ...]:
         """All names of factors that some op can split, without ordinals, sorted."""
@@ -152,11 +160,36 @@ class _Classes:
         return [(low, high // low) for low, high in zip(cuts, cuts[1:], strict=False)]
 
 
-def _rules(graph: Graph) -> tuple[OpRule | None, ...]:
+class _Samples:
+    """Copies of repeated blocks stood for by the second one.
+
+    The first, second and last copy take part in the inference; what lies between repeats the
+    second. So the cost depends on distinct blocks, not on depth.
+    """
+
+    def __init__(self, graph: Graph, blocks: tuple[Block, ...]) -> None:
+        self.node: dict[int, int] = {}
+        self.value: dict[str, str] = {}
+        given = {item.value.name for item in graph.inputs}
+        for block in blocks:
+            for copy in range(2, block.count - 1):
+                for index, sample in zip(block.nodes[copy], block.nodes[1], strict=True):
+                    self.node[index] = sample
+                    pairs = zip(graph.nodes[index].outputs, graph.nodes[sample].outputs, strict=True)
+                    self.value.update((mine.name, theirs.name) for mine, theirs in pairs)
+                for name, sample_name in zip(block.inputs[copy], block.inputs[1], strict=True):
+                    if name in given and name != sample_name:
+                        self.value[name] = sample_name
+
+
+def _rules(graph: Graph, samples: _Samples) -> tuple[OpRule | None, ...]:
     """The rule of every node; equal calls on equal specs share one."""
     known: dict[object, OpRule | None] = {}
-    found = []
-    for node in graph.nodes:
+    found: list[OpRule | None] = []
+    for index, node in enumerate(graph.nodes):
+        if index in samples.node:
+            found.append(found[samples.node[index]])
+            continue
         key = (
             node.op,
             map_refs(node.args, lambda _: Ref("")),  # where tensors stand, whatever their names
@@ -174,22 +207,23 @@ def _rules(graph: Graph) -> tuple[OpRule | None, ...]:
 class _Builder:
     """Collects variables and relations of one graph, then names the factors."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, blocks: tuple[Block, ...]) -> None:
         self.graph = graph
+        self.samples = _Samples(graph, blocks)
         self.classes = _Classes()
         self.dims: dict[tuple[str, int], int] = {}
         self.letters: dict[tuple[int, str], int] = {}
-        self.rules = _rules(graph)
+        self.rules = _rules(graph, self.samples)
 
     def dim(self, value: str, dim: int) -> int:
-        key = (value, dim)
+        key = (self.samples.value.get(value, value), dim)
         if key not in self.dims:
             self.dims[key] = self.classes.new(self.graph.spec(value).shape[dim])
         return self.dims[key]
 
     def collect(self) -> None:
         for index, (node, rule) in enumerate(zip(self.graph.nodes, self.rules, strict=True)):
-            if rule is None:
+            if rule is None or index in self.samples.node:
                 continue
             operands = node.operands
             for letter in rule.letters:
@@ -348,16 +382,17 @@ def _vote_from_structure(builder: _Builder, names: _Names) -> None:
             names.vote(root, "ffn", 0)
 
 
-def infer_factors(graph: Graph) -> Factors:
+def infer_factors(graph: Graph, blocks: tuple[Block, ...] | None = None) -> Factors:
     """Find the factors of every dim of `graph`.
 
     Args:
         graph: A canonical graph.
+        blocks: Its repeated blocks, if already found.
 
     Returns:
         Rules, splittable units with readable names, and the names of all dims.
     """
-    builder = _Builder(graph)
+    builder = _Builder(graph, find_blocks(graph) if blocks is None else blocks)
     builder.collect()
     names = _Names(builder)
     _vote_from_rules(builder, names)
@@ -365,6 +400,9 @@ def infer_factors(graph: Graph) -> Factors:
     _vote_from_structure(builder, names)
     units: list[tuple[Unit, ...]] = []
     for index, rule in enumerate(builder.rules):
+        if index in builder.samples.node:
+            units.append(units[builder.samples.node[index]])
+            continue
         found: list[Unit] = []
         for letter in rule.letters if rule else ():
             if letter.split:
@@ -381,6 +419,7 @@ def infer_factors(graph: Graph) -> Factors:
             key: names.named_factors(variable) for key, variable in builder.dims.items()
         },
         positions={node.name: index for index, node in enumerate(graph.nodes)},
+        alias=builder.samples.value,
     )
 
 
@@ -388,7 +427,7 @@ def describe_dims(factors: Factors, value: str, shape: Iterable[int]) -> str:
     """Text such as ``(qkv, heads, head_dim) x hidden`` for the dims of a value."""
     parts = []
     for dim, size in enumerate(shape):
-        found = factors.dim_names.get((value, dim), ((str(size), 1, size),))
+        found = factors.dims(value, dim) or ((str(size), 1, size),)
         names = [name for name, _, _ in found]
         parts.append(names[0] if len(names) == 1 else f"({', '.join(names)})")
     return " x ".join(parts) or "scalar"
