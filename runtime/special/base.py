@@ -15,7 +15,8 @@ from autopar.graph.ir import Arg, Node, Ref, TensorSpec, Token
 from autopar.registry import Registry
 from autopar.runtime.operators import constant, resolve
 from autopar.sharding.choices import CallPlacement
-from autopar.sharding.rule import Letter, OpRule
+from autopar.sharding.rule import OpRule
+from autopar.sharding.rules.losses import NONE, SUM
 
 AxisIds = tuple[int, ...]
 
@@ -234,6 +235,16 @@ class SpecialCall:
         result = resolve(op or self.node.op)(*args, **kwargs)
         return tuple(result) if isinstance(result, (tuple, list)) else result
 
+    def run_sum(self, *operands: Tensor, position: int) -> Tensor:
+        """The plain loss with its ``reduction`` (at `position` of the schema) set to a sum.
+
+        Half precision is summed in float32: a sum that is yet to be divided may overflow.
+        """
+        half = any(t.dtype in (torch.float16, torch.bfloat16) for t in operands)
+        result = self.run(*operands, reduction=(position, NONE if half else SUM))
+        assert isinstance(result, Tensor)
+        return working(result).sum() if half else result
+
     def _outer_first(self, letter: str) -> list[LetterSplit]:
         found = [split for split in self.splits if split.letter == letter]
         return sorted(found, key=lambda split: -split.stride)
@@ -273,11 +284,6 @@ def special_for(op: str) -> SpecialFunction:
         PlanError: It has none.
     """
     return SPECIALS[op]
-
-
-def letters_with(rule: OpRule, condition: Callable[[Letter], bool]) -> tuple[str, ...]:
-    """Names of the letters of a rule for which `condition` holds."""
-    return tuple(letter.name for letter in rule.letters if condition(letter))
 
 
 def working(tensor: Tensor) -> Tensor:

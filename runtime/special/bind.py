@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -134,7 +135,22 @@ def bind_special(
     )
     function = special_for(node.op)
 
+    dtypes: list[torch.dtype] = [getattr(torch, value.spec.dtype) for value in node.outputs]
+
     def lowered(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return function(call, *operands)
+        with _context(node):
+            result = function(call, *operands)
+        # Statistics and sums are worked out in float32, whatever the dtype of the result.
+        if isinstance(result, Tensor):
+            return result.to(dtypes[0])
+        return tuple(part.to(dtype) for part, dtype in zip(result, dtypes, strict=True))
 
     return lowered
+
+
+def _context(node: Node) -> AbstractContextManager[object]:
+    """The autocast region that a call stands in, if any."""
+    if not node.context:
+        return nullcontext()
+    _, device, dtype = node.context
+    return torch.autocast(device, dtype=getattr(torch, dtype))

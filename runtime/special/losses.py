@@ -35,10 +35,10 @@ def cross_entropy(
         samples, counted = _labels(parts, target, weight)
     reduction = int(call.number(3, "reduction", MEAN))
     if reduction == NONE:
-        return samples.to(logits.dtype)
+        return samples
     if reduction == SUM:
-        return samples.sum().to(logits.dtype)
-    return (samples.sum() / _count(call, counted)).to(logits.dtype)
+        return samples.sum()
+    return samples.sum() / _count(call, counted)
 
 
 def _whole_classes(
@@ -49,15 +49,14 @@ def _whole_classes(
     if int(call.number(3, "reduction", MEAN)) != MEAN:
         result = call.run(*operands)
     else:
-        total = call.run(*operands, reduction=(3, SUM))
-        assert isinstance(total, Tensor)
+        total = call.run_sum(*operands, position=3)
         if target.is_floating_point():
             return total / _count(call, None)
         valid = target != int(call.number(4, "ignore_index", -100))
-        ones = torch.ones((), dtype=logits.dtype, device=logits.device)
+        ones = torch.ones((), dtype=total.dtype, device=logits.device)
         each = ones if weight is None else weight[target.where(valid, 0)]
         counted = working(each).expand(target.shape).where(valid, 0)
-        result = total / _count(call, counted).to(total.dtype)
+        result = total / _count(call, counted)
     assert isinstance(result, Tensor)
     return result
 
@@ -145,9 +144,7 @@ def _probabilities(parts: _Classes, target: Tensor, weight: Tensor | None) -> Te
 def margin_loss(call: SpecialCall, *operands: Tensor) -> Tensor:
     """Mean over the global samples."""
     position = 5 if call.node.op == "aten.multi_margin_loss.default" else 2
-    total = call.run(*operands, reduction=(position, SUM))
-    assert isinstance(total, Tensor)
-    return total / call.global_size("n")
+    return call.run_sum(*operands, position=position) / call.global_size("n")
 
 
 @special("ctc_loss.Tensor")

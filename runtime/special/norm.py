@@ -51,7 +51,8 @@ def rms_norm(
     axes = call.axes_of(call.letters_in(0, dims))
     count = math.prod(call.operands[0].shape[first:])
     square = (values * values).sum(dims, keepdim=True) / count
-    eps = call.number(3, "eps", torch.finfo(source.dtype).eps)
+    # Without an eps torch takes that of the precision it works in, not of the input.
+    eps = call.number(3, "eps", torch.finfo(values.dtype).eps)
     scale = torch.rsqrt(call.axes.total(square, axes) + eps)
     result = values * scale if weight is None else values * scale * weight
     result = result.to(source.dtype)

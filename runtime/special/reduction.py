@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.special.base import SpecialCall, special, working
-from autopar.sharding.rules.losses import ELEMENTWISE, SUM, VECTORWISE
+from autopar.sharding.rules.losses import ELEMENTWISE, VECTORWISE
 
 
 @special("mean mean.dim")
@@ -31,9 +31,7 @@ def elementwise_loss(call: SpecialCall, *operands: Tensor) -> Tensor:
     """Mean over all elements of the broadcast operands: local sum over the global count."""
     position = ELEMENTWISE[call.node.op.split(".")[1]]
     count = math.prod(torch.broadcast_shapes(*(spec.shape for spec in call.operands)))
-    total = call.run(*operands, reduction=(position, SUM))
-    assert isinstance(total, Tensor)
-    return total / count
+    return call.run_sum(*operands, position=position) / count
 
 
 @special(" ".join(VECTORWISE))
@@ -41,9 +39,7 @@ def vectorwise_loss(call: SpecialCall, *operands: Tensor) -> Tensor:
     """Mean over samples, each a vector along the last dim."""
     position, _ = VECTORWISE[call.node.op.split(".")[1]]
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.operands if spec.ndim != 1))
-    total = call.run(*operands, reduction=(position, SUM))
-    assert isinstance(total, Tensor)
-    return total / math.prod(shape[:-1])
+    return call.run_sum(*operands, position=position) / math.prod(shape[:-1])
 
 
 @special("softmax.int _softmax log_softmax.int _log_softmax")

@@ -167,7 +167,7 @@ def is_special(rule: OpRule, choices: Choices) -> bool:
     return rule.special or any(x.special and x.name in split for x in rule.letters)
 
 
-def _local_call(
+def local_call(
     case: Sample, rule: OpRule, choices: Choices, sizes: tuple[int, ...]
 ) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """(operands, outputs) of every rank, operands as leaves that take gradients."""
@@ -275,7 +275,7 @@ def check(case: Sample, rule: OpRule, choices: Choices, sizes: tuple[int, ...]) 
     """
     call = place_call(case.node, rule, choices)
     single = any(t.dtype == torch.float32 for t in (*case.operands, *case.outputs))
-    ranks = _local_call(case, rule, choices, sizes)
+    ranks = local_call(case, rule, choices, sizes)
     for i, (want, pair) in enumerate(zip(case.outputs, call.outputs, strict=True)):
         parts = [outputs[i] for _, outputs in ranks]
         got = collect(parts, want.shape, pair.forward, sizes, f"output {i}")
