@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,10 +111,11 @@ class CompiledModel:
             return self._engine
         options = self._options
         traced = self._traced or trace(self._model, args, dict(kwargs), options.loss_fn)
-        if options.float64:
-            traced = in_float64(traced)
-        self._traced = traced
         self._plan, sharded = make_placements(traced, self._comm.world_size, options)
+        if options.float64:  # after planning: a plan is for the model as the user wrote it
+            traced = in_float64(traced)
+            sharded = replace(sharded, graph=traced.graph)
+        self._traced = traced
         self._check_ranks_agree(traced)
         context = MeshContext.create(sharded.mesh, self._comm)
         tensors = broadcast_from_first(self._initial(traced), self._comm)
@@ -155,6 +156,8 @@ class CompiledModel:
             named = dict(real.named_parameters(remove_duplicate=False))
             named_buffers = dict(real.named_buffers(remove_duplicate=False))
             tensors = {name: named.get(name, named_buffers.get(name)) for name in tensors}  # type: ignore[misc]
+        if self._options.float64:
+            tensors = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         return tensors
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:

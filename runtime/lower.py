@@ -139,6 +139,8 @@ class _Lowering:
             made = self.fx.call_module(self.add_module("autocast", module), args, kwargs)
         else:
             made = self.fx.call_function(resolve(node.op), args, kwargs)
+            if self.widened(node):
+                made = self.fx.call_method("to", (made, torch.float64))
         self.origins[made.name] = node.name
         if len(node.outputs) == 1:
             self.local[node.outputs[0].name] = made
@@ -146,6 +148,21 @@ class _Lowering:
         for position, value in enumerate(node.outputs):
             self.local[value.name] = self.fx.call_function(operator.getitem, (made, position))
             self.origins[self.local[value.name].name] = node.name
+
+    def widened(self, node: Node) -> bool:
+        """Whether `node` should make float64 of what torch gives the default dtype.
+
+        Numbers made of no floating operand (a range of floats, a quotient of integers) have
+        torch's default dtype; a graph in float64 wants them wide.
+        """
+        spec = self.sharded.graph.spec
+        return (
+            len(node.outputs) == 1
+            and node.outputs[0].spec.dtype == "float64"
+            and not any(spec(name).is_floating for name in node.operands)
+            and not any(isinstance(arg, Token) and arg.kind == "dtype" for _, arg in node.kwargs)
+            and not any(isinstance(arg, Token) and arg.kind == "dtype" for arg in node.args)
+        )
 
     def opaque(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
