@@ -17,6 +17,7 @@ from autopar.plan.strategies import default_mesh
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
+from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
 from autopar.sharding.mesh import Mesh
@@ -165,7 +166,11 @@ def plan(
         axes = default_mesh(named, spec.num_devices if spec else 1)
     elif spec is not None:
         axes.check_world_size(spec.num_devices)
-    return make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)[0]
+    made, sharded = make_plan(
+        traced.graph, axes, constraints, strict=strict, notes=traced.notes
+    )
+    refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
+    return made
 
 
 def load_plan(path: str | Path) -> Plan:

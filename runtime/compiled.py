@@ -17,6 +17,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.engine import Engine
 from autopar.runtime.initialise import broadcast_from_first, materialise
 from autopar.runtime.float64 import in_float64
+from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory, optimizer_factory
 from autopar.runtime.reshard import MeshContext
 from autopar.sharding.mesh import Mesh
@@ -51,13 +52,17 @@ def make_placements(
     """
     if options.plan is not None:
         options.plan.device_mesh.check_world_size(world_size)
-        return options.plan, apply_plan(options.plan, traced.graph)
+        sharded = apply_plan(options.plan, traced.graph)
+        refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
+        return options.plan, sharded
     named = options.constraints if isinstance(options.constraints, str) else "ddp"
     mesh = options.mesh or default_mesh(named, world_size)
     mesh.check_world_size(world_size)
-    return make_plan(
+    plan, sharded = make_plan(
         traced.graph, mesh, options.constraints, strict=options.strict, notes=traced.notes
     )
+    refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
+    return plan, sharded
 
 
 class CompiledModel:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.graph.ir import Token
+from autopar.graph.ir import Graph, Token
+from autopar.sharding.factors import Factors
 
 
 @cache
@@ -40,3 +41,26 @@ def constant(token: Token, device: str | None = None) -> object:
     if token.kind == "device":
         return torch.device(device or token.text)
     return getattr(torch, token.text.removeprefix("torch."))
+
+
+def refuse_unkeyed_random(graph: Graph, factors: Factors, world_size: int) -> None:
+    """Refuse random ops without a rule on several ranks: each rank would draw its own numbers.
+
+    Raises:
+        PlanError: Names the op and the module.
+    """
+    if world_size == 1:
+        return
+    for node, rule in zip(graph.nodes, factors.rules, strict=True):
+        if rule is not None or node.op.startswith("autopar."):
+            continue
+        if torch.Tag.nondeterministic_seeded in resolve(node.op).tags:  # type: ignore[attr-defined]
+            raise PlanError(
+                f"{node.op} draws random numbers and has no sharding rule: every one of the "
+                f"{world_size} ranks would draw its own",
+                expected="random ops that autopar keys by element: dropout, bernoulli, rand_like, "
+                "randn_like",
+                where=f"module {node.module or '(root)'} {node.source}".rstrip(),
+                fix="draw the numbers outside the model and pass them in; for an LSTM or GRU set "
+                "dropout=0 and put nn.Dropout between single-layer ones",
+            )
