@@ -15,8 +15,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh
 from autopar.runtime.comm import Communicator
 from autopar.runtime.engine import Engine
-from autopar.runtime.initialise import broadcast_from_first, materialise
 from autopar.runtime.float64 import in_float64
+from autopar.runtime.initialise import broadcast_from_first, materialise
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory, optimizer_factory
 from autopar.runtime.reshard import MeshContext

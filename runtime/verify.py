@@ -32,8 +32,8 @@ from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.compiled import CompiledModel, CompileOptions
 from autopar.runtime.launch import LocalRanks
 from autopar.runtime.loader import load_model
-from autopar.sharding.mesh import Mesh
 from autopar.sharding.factors import infer_factors
+from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced, trace
 from autopar.trace.guards import leaf_paths
 
