@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,17 @@ from torch.export.graph_signature import InputKind
 
 from autopar.errors import TraceError
 from autopar.graph.ir import Arg, Graph, Input, Node, Output, Ref, TensorSpec, Token, Value
-from autopar.graph.mutations import changes_view, is_inplace
 from autopar.graph.views import ALIASES, RESHAPES
 from autopar.trace.guards import dtype_name
+from autopar.trace.places import (
+    data_dependent_error,
+    describe_place,
+    higher_order_error,
+    user_line,
+)
+from autopar.trace.schema import Signature
+from autopar.trace.state import State
 
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ')
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
 _MAYBE_ALIAS = ALIASES | RESHAPES
 _READS_VALUE = frozenset({"aten._local_scalar_dense.default", "aten.item.default"})
 _CUSTOM = "autopar.custom_function.default"
@@ -44,20 +47,6 @@ class Capture:
     graph: Graph
     copies: set[str]
     constants: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """A parameter or buffer of the user's model."""
-
-    kind: str
-    tensor: torch.Tensor
-    persistent: bool = True
-
-    @property
-    def grad(self) -> bool:
-        """Whether it is a parameter that is trained."""
-        return self.kind == "parameter" and self.tensor.requires_grad
 
 
 def tensor_spec(tensor: torch.Tensor, requires_grad: bool = False) -> TensorSpec:
@@ -98,33 +87,6 @@ def convert(arg: Any, names: Mapping[torch.fx.Node, str]) -> Arg:
     raise TypeError(f"argument of type {type(arg).__name__}")
 
 
-class _Signature:
-    """Argument order and defaults of an operator, and what it writes."""
-
-    def __init__(self, target: Any) -> None:
-        arguments = target._schema.arguments
-        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.out = written == ["out"]
-        first = arguments[0].name if arguments else ""
-        inplace = is_inplace(str(target)) or changes_view(str(target))
-        known = self.out or (written == [first] and inplace and str(arguments[0].type) == "Tensor")
-        self.refused = bool(written) and not known
-        self.plain = _without_out(target) if self.out else None
-        self.positional = [arg for arg in arguments if not arg.kwarg_only]
-        self.keywords = [arg for arg in arguments if arg.kwarg_only]
-
-    def normalise(self, node: torch.fx.Node) -> tuple[list[Any], list[tuple[str, Any]]]:
-        args = list(node.args)
-        for arg in self.positional[len(args) :]:
-            args.append(node.kwargs.get(arg.name, arg.default_value))
-        kwargs = [
-            (arg.name, node.kwargs[arg.name])
-            for arg in self.keywords
-            if arg.name in node.kwargs and node.kwargs[arg.name] != arg.default_value
-        ]
-        return args, kwargs
-
-
 class Capturer:
     """Walks fx graphs and writes raw nodes.
 
@@ -140,7 +102,7 @@ class Capturer:
         self.copies: set[str] = set()
         self.tuples: dict[torch.fx.Node, list[str | None]] = {}
         self.names: dict[torch.fx.Node, str] = {}
-        self.signatures: dict[Any, _Signature] = {}
+        self.signatures: dict[Any, Signature] = {}
         self.sources: dict[str, str] = {}
         self.modules: dict[str, str] = {}
         self.counter = 0
@@ -216,7 +178,7 @@ class Capturer:
     def _operator(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> None:
         signature = self.signatures.get(target)
         if signature is None:
-            signature = self.signatures[target] = _Signature(target)
+            signature = self.signatures[target] = Signature(target)
         args, kwargs = signature.normalise(node)
         op = str(target)
         if signature.refused or (signature.out and signature.plain is None):
@@ -377,50 +339,6 @@ def _same_storage(node: torch.fx.Node, value: torch.Tensor) -> bool:
     if not isinstance(source, torch.Tensor):
         return False
     return bool(source.untyped_storage()._cdata == value.untyped_storage()._cdata)
-
-
-def user_line(trace: str) -> str:
-    """``file:line`` of the innermost frame of a stack trace that is outside torch."""
-    for line in reversed(trace.splitlines()):
-        match = _FRAME.match(line)
-        if match and not match[1].startswith((_TORCH, _HERE)):
-            return f"{short_path(match[1])}:{match[2]}"
-    return ""
-
-
-def short_path(path: str) -> str:
-    """`path` from site-packages on, for files that are installed there."""
-    return path.rsplit("site-packages/", 1)[-1]
-
-
-def describe_place(path: str | None, line: str) -> str:
-    """Module and line in words; no module when `path` is None."""
-    if path is None:
-        return line
-    module = f"module '{path}'" if path else "the root module"
-    return f"{module}, {line}" if line else module
-
-
-def higher_order_error(name: str, module: str, source: str) -> TraceError:
-    """The error for a control-flow or attention operator that the graph cannot hold."""
-    fix = "write it with plain tensor operators"
-    if "flex_attention" in name:
-        fix = "use scaled_dot_product_attention with a mask"
-    return TraceError(
-        f"{name} cannot be sharded: it holds a program of its own",
-        where=describe_place(module, source),
-        fix=fix,
-    )
-
-
-def data_dependent_error(module: str, source: str) -> TraceError:
-    """The error for a number or a size that comes from the values of a tensor."""
-    return TraceError(
-        "forward takes a number or a size from the values of a tensor (.item(), nonzero, a "
-        "boolean index), so there is no one graph",
-        where=describe_place(module, source),
-        fix="keep it a tensor: torch.where instead of if, masks instead of nonzero",
-    )
 
 
 def input_name(kind: str, target: str, taken: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
-from autopar.trace.capture import describe_place, short_path
+from autopar.trace.places import describe_place, short_path
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 

@@ -21,13 +21,14 @@ from autopar.graph.functional import functionalise, memory
 from autopar.graph.ir import Graph, Output
 from autopar.graph.verify import verify
 from autopar.trace import compat
-from autopar.trace.capture import Capture, State, capture, convert
+from autopar.trace.capture import Capture, capture, convert
 from autopar.trace.custom import CustomFunction, CustomFunctions
 from autopar.trace.diagnose import explain
 from autopar.trace.expand import GradientFlags, bodies_are_pure, expand
 from autopar.trace.grouping import find_groups
 from autopar.trace.guards import InputGuard, check_leaves, describe, leaf_paths
 from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
+from autopar.trace.state import ModelState
 
 LossFunction = Callable[..., torch.Tensor]
 Table = tuple[str, dict[str, Any], dict[str, Any], str]
@@ -191,7 +192,7 @@ def _assigned_buffers(tables: list[Table], returned: list[torch.Tensor]) -> list
             target = f"{path}.{name}" if path else name
             was = old.get(name)
             alike = isinstance(tensor, torch.Tensor) and was is not None
-            if kind != "_buffers" or not alike or _kind(tensor) != _kind(was):
+            if kind != "_buffers" or not alike or _kind(tensor) != _kind(was):  # type: ignore[arg-type]
                 raise TraceError(
                     f"forward replaces {target!r} by {describe(tensor)}",
                     where=f"module '{path}'",
@@ -318,7 +319,7 @@ def _trace_once(
     session = _Session(repeater)
     wrapper = _Wrapper(module, loss_fn, leaves, in_spec)
     program = _export(wrapper, module, tuple(tensors), session)
-    state = _State(module)
+    state = ModelState(module)
     raw = capture(
         program,
         prefix="model",
@@ -415,61 +416,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(flag)
 
 
-class _State:
-    """Parameters and buffers of a model, tied ones once."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.aliases: dict[str, str] = {}
-        self.by_id: dict[int, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._add(name, parameter, self.parameters)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            self._add(name, buffer, self.buffers)
-        self.table: dict[str, State] = {
-            name: State(kind="parameter", tensor=tensor) for name, tensor in self.parameters.items()
-        }
-        persistent = _persistent_buffers(module)
-        for name, tensor in self.buffers.items():
-            self.table[name] = State(kind="buffer", tensor=tensor, persistent=name in persistent)
-        self._suffixes: dict[int, dict[str, str]] = {}
-
-    def _add(self, name: str, tensor: torch.Tensor, table: dict[str, Any]) -> None:
-        first = self.by_id.setdefault(id(tensor), name)
-        if first == name:
-            table[name] = tensor
-        else:
-            self.aliases[name] = first
-
-    def canonical(self, name: str) -> str:
-        """The FQN that stands for `name`."""
-        return self.aliases.get(name, name)
-
-    def names(self, values: dict[str, str], module: nn.Module) -> dict[str, str]:
-        """Value name of each parameter and buffer of `module` by path inside it."""
-        found = self._suffixes.get(id(module))
-        if found is None:
-            pairs = [
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            ]
-            found = {name: values[self.by_id[id(tensor)]] for name, tensor in pairs}
-            self._suffixes[id(module)] = found
-        return found
-
-
-def _persistent_buffers(module: nn.Module) -> set[str]:
-    """FQNs of the buffers that are part of the state dict."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, child in module.named_modules(remove_duplicate=False)
-        for name in child._buffers
-        if name not in child._non_persistent_buffers_set
-    }
-
-
-def _finish(raw: Capture, session: _Session, state: _State) -> tuple[Graph, str | None]:
+def _finish(raw: Capture, session: _Session, state: ModelState) -> tuple[Graph, str | None]:
     """The passes from raw to canonical, and the name of the loss."""
     graph = number(remove_dead(_canonical(raw, session, state)))
     verify(graph)
@@ -480,7 +427,7 @@ def _finish(raw: Capture, session: _Session, state: _State) -> tuple[Graph, str 
     return graph, loss
 
 
-def _canonical(raw: Capture, session: _Session, state: _State) -> Graph:
+def _canonical(raw: Capture, session: _Session, state: ModelState) -> Graph:
     """The canonical graph, with repeated layers expanded.
 
     Bodies are rewritten before they are copied, which is quick, unless writes in place cross

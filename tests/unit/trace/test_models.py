@@ -88,21 +88,22 @@ class Views(nn.Module):
         h = (F.relu(h + 0.0, inplace=True) + 0.0).masked_fill_(~mask[..., None], 0.0)
         pieces = list((x * 2).chunk(2, dim=-1))
         pieces[0].zero_()
-        x.mul_(2.0)
-        return self.second(h + table[:, :-1]).sum() + pieces[0].sum() + x.mean()
+        keep.logical_not_()
+        return self.second(h + table[:, :-1]).sum() + pieces[1].sum() + keep.float().mean()
 
 
 def test_writes_in_place_and_through_views():
     x, keep = torch.randn(3, 4, 6), torch.rand(3, 4) > 0.3
-    traced = trace(Views(), (x.clone(), keep))
+    traced = trace(Views(), (x, keep))
     eager = Views()
     eager.load_state_dict(traced.parameters)
-    expected = eager(x.clone(), keep)
+    expected = eager(x.clone(), keep.clone())
     expected.backward()
-    kept = x.clone()
+    kept = x.clone(), keep.clone()
     run = run_graph(traced, (x, keep))
     run.loss.backward()
-    assert torch.equal(x, kept)
+    assert torch.equal(x, kept[0])
+    assert torch.equal(keep, kept[1])
     assert torch.equal(run.loss, expected)
     for name, parameter in eager.named_parameters():
         assert torch.equal(parameter.grad, traced.parameters[name].grad)
