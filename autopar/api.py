@@ -60,7 +60,7 @@ def _plan(plan: Plan | str | Path | None) -> Plan | None:
     return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 
-def compile(  # noqa: A001 -- the name users of torch.compile expect
+def compile(
     model: nn.Module,
     cluster: ClusterSpec | str | int | None = None,
     *,
@@ -166,9 +166,7 @@ def plan(
         axes = default_mesh(named, spec.num_devices if spec else 1)
     elif spec is not None:
         axes.check_world_size(spec.num_devices)
-    made, sharded = make_plan(
-        traced.graph, axes, constraints, strict=strict, notes=traced.notes
-    )
+    made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
     return made
 

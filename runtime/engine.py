@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ class Engine:
             full = tensors[item.target].detach()
             if item.kind == "parameter":
                 local = self._to_local(name, full.to(device))
-                self.tensors[name] = nn.Parameter(local, requires_grad=item.value.spec.requires_grad)
+                self.tensors[name] = nn.Parameter(local, item.value.spec.requires_grad)
             else:
                 self.tensors[name] = full.to(device, copy=True)
         self.parameters: dict[str, nn.Parameter] = {
@@ -176,14 +175,14 @@ class Engine:
 
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """A step without the optimizer: gradients are complete in ``parameters[fqn].grad``."""
-        assert self.loss is not None or self.program("train")
+        self.program("train")
         for parameter in self.parameters.values():
             parameter.grad = None
         self.sync.start_step()
         outputs = self.run("train", inputs)
         local = outputs[str(self.loss)]
         if local.requires_grad:
-            local.sum().backward()  # type: ignore[no-untyped-call]
+            local.sum().backward()
         loss = self._whole_loss(local.detach())
         self.sync.finish()
         if self.check_finite and not torch.isfinite(loss).all():
@@ -272,5 +271,3 @@ class Engine:
             if not torch.equal(copies, copies[:1].expand_as(copies)):
                 return item.target
         return None
-
-

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from autopar.graph.ir import FLOATING, Arg, Graph, Node, TensorSpec, Token, Value
 from autopar.trace import Traced
@@ -54,7 +55,10 @@ def in_float64(traced: Traced) -> Traced:
     return replace(
         traced,
         graph=patched,
-        parameters={name: _tensor(t) for name, t in traced.parameters.items()},
+        parameters={
+            name: nn.Parameter(_tensor(t), requires_grad=t.requires_grad)
+            for name, t in traced.parameters.items()
+        },
         buffers={name: _tensor(t) for name, t in traced.buffers.items()},
         constants={name: _tensor(t) for name, t in traced.constants.items()},
     )

@@ -47,7 +47,8 @@ def materialise(model: nn.Module, seed: int = 0) -> nn.Module:
         for module, name in places[1:]:
             module._parameters[name] = first._parameters[first_name]
     for path, module in real.named_modules():
-        own = [name for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+        held = (*module._parameters.items(), *module._buffers.items())
+        own = [name for name, tensor in held if tensor is not None]
         if not own:
             continue
         reset = getattr(module, "reset_parameters", None)
@@ -64,9 +65,7 @@ def materialise(model: nn.Module, seed: int = 0) -> nn.Module:
     return real
 
 
-def broadcast_from_first(
-    tensors: Mapping[str, Tensor], comm: Communicator
-) -> dict[str, Tensor]:
+def broadcast_from_first(tensors: Mapping[str, Tensor], comm: Communicator) -> dict[str, Tensor]:
     """`tensors` as rank 0 has them; every rank must call with equal names and shapes."""
     if comm.world_size == 1:
         return dict(tensors)

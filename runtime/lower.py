@@ -173,9 +173,7 @@ class _Lowering:
         call = self.sharded.calls[index]
         rule = self.sharded.factors.rules[index]
         assert rule is not None
-        function = bind_special(
-            node, rule, choices, call, self.sharded.graph.spec, self.context
-        )
+        function = bind_special(node, rule, choices, call, self.sharded.graph.spec, self.context)
         operands = tuple(
             self.value(name, pair) for name, pair in zip(node.operands, call.operands, strict=True)
         )

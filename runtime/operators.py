@@ -22,7 +22,7 @@ def resolve(op: str) -> Callable[..., Any]:
     """
     namespace, name, overload = op.split(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)  # type: ignore[no-any-return]
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except (AttributeError, RuntimeError):
         raise PlanError(
             f"torch {torch.__version__} has no operator {op}",

@@ -67,7 +67,7 @@ def optimizer_factory(
                 f"{optimizer.__name__} needs whole tensors and cannot run on shards",
                 expected="an elementwise optimizer such as AdamW or SGD",
             )
-        allowed = set(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
+        allowed = set(inspect.signature(optimizer).parameters) - {"params"}
         unknown = set(options) - allowed
         if unknown:
             raise InputError(

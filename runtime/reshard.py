@@ -61,9 +61,7 @@ def _outer_axes(placements: Placements, shard: Shard, axes: tuple[int, ...]) -> 
     return ()
 
 
-def _view(
-    shape: tuple[int, ...], dim: int, current: int, inner: int
-) -> tuple[int, int, int]:
+def _view(shape: tuple[int, ...], dim: int, current: int, inner: int) -> tuple[int, int, int]:
     """The (outer, factor, inner) sizes of a local tensor around a factor of `dim`."""
     after = inner * math.prod(shape[dim + 1 :])
     before = math.prod(shape[:dim]) * (shape[dim] // (current * inner)) if current * inner else 0
@@ -135,8 +133,10 @@ class StepRunner:
         gathered = self.context.comm.all_gather(view.contiguous(), self.ranks)
         if all(size == longest for _, size in self.source_chunks):
             return gathered.transpose(0, 1).reshape(self.shape_after)
-        parts = [part[:, :size] for part, (_, size) in zip(gathered, self.source_chunks, strict=True)]
-        return torch.cat(parts, 1).reshape(self.shape_after)
+        pieces = zip(gathered, self.source_chunks, strict=True)
+        return torch.cat([part[:, :size] for part, (_, size) in pieces], 1).reshape(
+            self.shape_after
+        )
 
     def _all_to_all(self, tensor: Tensor) -> Tensor:
         source, target = self.step.source, self.step.target
@@ -207,7 +207,7 @@ class Reshard(nn.Module):
     def forward(self, tensor: Tensor) -> Tensor:
         """Reshard a local tensor."""
         if tensor.requires_grad and torch.is_grad_enabled():
-            return _Apply.apply(tensor, self)  # type: ignore[no-any-return,no-untyped-call]
+            return _Apply.apply(tensor, self)
         return run_steps(self.forward_steps, tensor)
 
     def extra_repr(self) -> str:

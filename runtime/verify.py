@@ -194,7 +194,6 @@ def _eager(task: VerifyTask, traced: Traced) -> dict[str, Any]:
     """The same steps in eager torch on one device."""
     assert task.model is not None
     model = copy.deepcopy(task.model)
-    args, kwargs = copy.deepcopy(task.args), copy.deepcopy(dict(task.kwargs))
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=EPSILON) if trainable else None
     losses: list[Tensor] = []
@@ -203,13 +202,16 @@ def _eager(task: VerifyTask, traced: Traced) -> dict[str, Any]:
     with _without_cache(model):
         for step in range(task.steps):
             model.zero_grad(set_to_none=True)
+            # A model may write its inputs; a compiled one leaves those of the caller alone.
+            args, kwargs = copy.deepcopy(task.args), copy.deepcopy(dict(task.kwargs))
             outputs = model(*args, **kwargs)
             loss = (
                 task.options.loss_fn(outputs, *args, *kwargs.values())
                 if task.options.loss_fn
                 else _own_loss(outputs, traced)
             )
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             losses.append(loss.detach())
             if step == 0:
                 gradients = {
@@ -235,9 +237,7 @@ def _buffers(first: Mapping[str, Tensor], last: Mapping[str, Tensor]) -> dict[st
 
     After optimizer steps a running mean carries the rounding noise of the parameters before it.
     """
-    return {
-        name: first[name] if last[name].is_floating_point() else last[name] for name in last
-    }
+    return {name: first[name] if last[name].is_floating_point() else last[name] for name in last}
 
 
 class _without_cache:  # noqa: N801 -- used as a function
@@ -256,9 +256,7 @@ class _without_cache:  # noqa: N801 -- used as a function
             self.config.use_cache = True
 
 
-def _compare(
-    task: VerifyTask, want: dict[str, Any], have: dict[str, Any], dtype: str
-) -> list[Row]:
+def _compare(task: VerifyTask, want: dict[str, Any], have: dict[str, Any], dtype: str) -> list[Row]:
     """Rows of everything both sides hold."""
     largest = max(
         (float(g.abs().max()) for g in want["gradient"].values() if g is not None and g.numel()),
@@ -375,7 +373,7 @@ def verify(
         want = _state(CompiledModel(source, solo, alone, traced), solo, one)
     else:
         want = _eager(task, traced)
-    lowest = dtype or _lowest_dtype(source)
+    lowest = dtype or _lowest_dtype(traced)
     return VerifyReport(
         plan=have["plan"],
         rows=tuple(_compare(task, want, have, lowest)),
@@ -411,9 +409,12 @@ def _on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _lowest_dtype(model: nn.Module) -> str:
-    """The least precise dtype among the parameters."""
-    found = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+def _lowest_dtype(traced: Traced) -> str:
+    """The least precise dtype that a gradient flows through."""
+    graph = traced.graph
+    values = [item.value for item in graph.inputs if item.kind == "parameter"]
+    values += [value for node in graph.nodes for value in node.outputs if value.spec.requires_grad]
+    found = {value.spec.dtype for value in values}
     return max(found & TOLERANCES.keys(), key=TOLERANCES.__getitem__, default="float32")
 
 

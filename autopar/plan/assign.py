@@ -84,9 +84,7 @@ class _Call:
     only_parameters: bool
 
 
-def _choose(
-    call: _Call, orders: tuple[tuple[str, ...], ...], mesh: Mesh, state: _State
-) -> Choices:
+def _choose(call: _Call, orders: tuple[tuple[str, ...], ...], mesh: Mesh, state: _State) -> Choices:
     """One choice per sub-axis."""
     if call.rule is None:
         return (REPLICATED,) * len(orders)
@@ -201,6 +199,3 @@ def store_split(
         if candidates:
             current[axis] = max(candidates, key=lambda item: item[:3])[3]
     return tuple(current)
-
-
-

@@ -145,9 +145,7 @@ def _unruled(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
         return sum(spec.size_bytes for spec in specs)
 
     return tuple(
-        UnruledOp(
-            op=node.op, module=node.module, source=node.source, size_bytes=whole_bytes(node)
-        )
+        UnruledOp(op=node.op, module=node.module, source=node.source, size_bytes=whole_bytes(node))
         for node, rule in zip(graph.nodes, factors.rules, strict=True)
         if rule is None
     )
@@ -296,7 +294,8 @@ def _check_same_model(plan: Plan, graph: Graph) -> None:
                 where,
             )
     if have:
-        raise refuse(f"this model has a parameter {next(iter(have))} that the plan lacks", "parameters")
+        name = next(iter(have))
+        raise refuse(f"this model has a parameter {name} that the plan lacks", "parameters")
     inputs = {i.target: _shape_text(i.value.spec) for i in graph.inputs if i.kind == "input"}
     for path, text in plan.inputs:
         if inputs.get(path) != text:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plan.strategies import prime_factors
 from autopar.sharding.mesh import Mesh
 
 SCHEMA_VERSION = 1
@@ -135,28 +136,43 @@ class Plan:
             raise PlanError(f"cannot read the plan file: {error}", where=str(path)) from None
         return cls.from_json(text, str(path))
 
+    def _placed(self, placement: tuple[str, ...]) -> str:
+        """Words such as ``heads (dim 0) over tp``."""
+        axes = [name for name, size in self.mesh for _ in range(len(prime_factors(size)) or 1)]
+        split: dict[str, list[str]] = {}
+        for axis, word in zip(axes, placement, strict=True):
+            if word != "whole":
+                factor, _, where = word.partition("@")
+                key = f"{factor} (dim {where.partition(':')[0]})"
+                split.setdefault(key, []).append(axis)
+        parts = [
+            f"{what} over {' and '.join(dict.fromkeys(names))}" for what, names in split.items()
+        ]
+        return ", ".join(parts) or "whole"
+
     def summary(self) -> str:
         """A few lines for people: mesh, what is split over what, what is not."""
         lines = [
             f"mesh      {Mesh(self.mesh)}  ({Mesh(self.mesh).size} ranks)",
             f"strategy  {self.strategy}" + ("" if self.searched else "  (not searched)"),
         ]
-        for axis, names in self.order:
+        for axis, factors in self.order:
             extra = ", parameters stored split" if axis in self.storage else ""
-            lines.append(f"  {axis:<8}splits {', '.join(names) or 'nothing'}{extra}")
+            lines.append(f"  {axis:<8}splits {', '.join(factors) or 'nothing'}{extra}")
         if self.overrides:
             lines.append(f"  {len(self.overrides)} ops chosen one by one")
-        groups: dict[tuple[str, ...], list[ParameterPlan]] = {}
+        groups: dict[str, list[ParameterPlan]] = {}
         for item in self.parameters:
-            groups.setdefault(item.placement, []).append(item)
+            groups.setdefault(self._placed(item.placement), []).append(item)
         lines.append("parameters")
-        for placement, items in groups.items():
-            text = " x ".join(dict.fromkeys(placement))
+        for text, items in groups.items():
             names = ", ".join(item.fqn for item in items[:3]) + (", ..." if len(items) > 3 else "")
             lines.append(f"  {len(items):>4} {text}: {names}")
-        for op in self.unruled:
-            place = op.module or "(root)"
-            lines.append(f"no rule   {op.op} in {place}: replicated, {op.size_bytes:,} bytes")
+        for unruled in self.unruled:
+            place = unruled.module or "(root)"
+            lines.append(
+                f"no rule   {unruled.op} in {place}: replicated, {unruled.size_bytes:,} bytes"
+            )
         lines += [f"note      {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -201,8 +217,17 @@ def _records(data: Any, where: str, path: str, kind: type, types: Mapping[str, t
     return found
 
 
-def _plan(data: Any, where: str) -> Plan:
-    """Check and build a plan from parsed JSON."""
+_TYPES: dict[str, tuple[type, str]] = {
+    "strategy": (str, "a string"),
+    "graph": (str, "a string"),
+    "explicit": (bool, "true or false"),
+    "searched": (bool, "true or false"),
+    "overrides": (dict, "an object from op key to choices"),
+}
+
+
+def _check_fields(data: Any, where: str) -> None:
+    """Refuse JSON that has other fields than a plan, or scalars of the wrong type."""
     if not isinstance(data, dict):
         raise _fail(where, "$", type(data).__name__, "an object")
     version = data.get("schema_version")
@@ -213,20 +238,24 @@ def _plan(data: Any, where: str) -> Plan:
             raise _fail(where, name, data[name], "one of the fields " + ", ".join(sorted(_FIELDS)))
     for name in sorted(_FIELDS - set(data)):
         raise PlanError(f"plan field {name} is missing", where=f"{where}: {name}")
+    for name, (kind, words) in _TYPES.items():
+        if not isinstance(data[name], kind):
+            raise _fail(where, name, data[name], words)
+
+
+def _plan(data: Any, where: str) -> Plan:
+    """Check and build a plan from parsed JSON."""
+    _check_fields(data, where)
     mesh = _pairs(data["mesh"], where, "mesh")
-    Mesh(tuple(mesh))
-    for name in ("strategy", "graph"):
-        if not isinstance(data[name], str):
-            raise _fail(where, name, data[name], "a string")
-    for name in ("explicit", "searched"):
-        if not isinstance(data[name], bool):
-            raise _fail(where, name, data[name], "true or false")
-    if not isinstance(data["overrides"], dict):
-        raise _fail(where, "overrides", data["overrides"], "an object from op key to choices")
+    count = sum(len(prime_factors(size)) or 1 for _, size in Mesh(tuple(mesh)).axes)
     parameters = _records(
         data["parameters"], where, "parameters", ParameterPlan,
         {"fqn": str, "shape": list, "dtype": str, "placement": list},
     )  # fmt: skip
+    for index, item in enumerate(parameters):
+        path = f"parameters[{index}].placement"
+        if len(_strings(list(item.placement), where, path)) != count:
+            raise _fail(where, path, list(item.placement), f"{count} words, one per sub-axis")
     unruled = _records(
         data["unruled"], where, "unruled", UnruledOp,
         {"op": str, "module": str, "source": str, "size_bytes": int},
@@ -239,8 +268,8 @@ def _plan(data: Any, where: str) -> Plan:
         mesh=tuple(mesh),
         strategy=data["strategy"],
         order=tuple(
-            (axis, _strings(names, where, f"order[{index}][1]"))
-            for index, (axis, names) in enumerate(_pairs(data["order"], where, "order"))
+            (axis, _strings(factors, where, f"order[{index}][1]"))
+            for index, (axis, factors) in enumerate(_pairs(data["order"], where, "order"))
         ),
         storage=_strings(data["storage"], where, "storage"),
         explicit=data["explicit"],

@@ -117,7 +117,7 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
         )
     order: dict[str, list[str]] = {name: [] for name in mesh.names}
     for factor, axes in constraints.items():
-        for axis in (axes,) if isinstance(axes, str) else axes if isinstance(axes, list | tuple) else (axes,):
+        for axis in axes if isinstance(axes, list | tuple) else (axes,):
             if not isinstance(axis, str) or axis not in order:
                 raise PlanError(
                     f"factor {factor!r} is put on mesh axis {axis!r}, which mesh {mesh} lacks",

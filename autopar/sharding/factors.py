@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autopar.graph.blocks import Block, find_blocks
 from autopar.graph.ir import Graph, Node, Ref, map_refs
@@ -157,7 +158,7 @@ class _Classes:
     def atoms(self, item: int) -> list[tuple[int, int]]:
         """The factors of a variable as ``(stride, size)``, innermost first."""
         cuts = sorted(self.cuts[self.find(item)])
-        return [(low, high // low) for low, high in zip(cuts, cuts[1:], strict=False)]
+        return [(low, high // low) for low, high in pairwise(cuts)]
 
 
 class _Samples:
@@ -175,7 +176,8 @@ class _Samples:
             for copy in range(2, block.count - 1):
                 for index, sample in zip(block.nodes[copy], block.nodes[1], strict=True):
                     self.node[index] = sample
-                    pairs = zip(graph.nodes[index].outputs, graph.nodes[sample].outputs, strict=True)
+                    outputs = graph.nodes[index].outputs, graph.nodes[sample].outputs
+                    pairs = zip(*outputs, strict=True)
                     self.value.update((mine.name, theirs.name) for mine, theirs in pairs)
                 for name, sample_name in zip(block.inputs[copy], block.inputs[1], strict=True):
                     if name in given and name != sample_name:
@@ -230,9 +232,7 @@ class _Builder:
                 self._letter(index, node, letter, operands)
         self.classes.spread()
 
-    def _letter(
-        self, index: int, node: Node, letter: Letter, operands: tuple[str, ...]
-    ) -> None:
+    def _letter(self, index: int, node: Node, letter: Letter, operands: tuple[str, ...]) -> None:
         variable = self.classes.new(letter.size)
         self.letters[index, letter.name] = variable
         places = [(operands[p.slot], p) for p in letter.operands]
@@ -297,9 +297,7 @@ class _Names:
     def hinted(self, variable: int) -> bool:
         """Whether any factor of the variable has a suggestion."""
         root = self.classes.find(variable)
-        return any(
-            self.find((root, low)) in self.votes for low, _ in self.classes.atoms(root)
-        )
+        return any(self.find((root, low)) in self.votes for low, _ in self.classes.atoms(root))
 
     def named_factors(self, variable: int) -> tuple[tuple[str, int, int], ...]:
         """Names, strides and sizes of the factors of a variable, outermost first."""
@@ -415,9 +413,7 @@ def infer_factors(graph: Graph, blocks: tuple[Block, ...] | None = None) -> Fact
     return Factors(
         rules=builder.rules,
         units=tuple(units),
-        dim_names={
-            key: names.named_factors(variable) for key, variable in builder.dims.items()
-        },
+        dim_names={key: names.named_factors(variable) for key, variable in builder.dims.items()},
         positions={node.name: index for index, node in enumerate(graph.nodes)},
         alias=builder.samples.value,
     )

@@ -185,9 +185,7 @@ def legal(placements: Placements, shape: tuple[int, ...], sizes: tuple[int, ...]
         for other in placements[axis + 1 :]:
             if isinstance(other, Shard) and other != placement and other.overlaps(placement):
                 return f"{placement} and {other} overlap"
-        parts = math.prod(
-            s for s, p in zip(sizes, placements, strict=True) if p == placement
-        )
+        parts = math.prod(s for s, p in zip(sizes, placements, strict=True) if p == placement)
         if placement.size < parts:
             return f"a factor of {placement.size} cannot be split over {parts} ranks"
     return None

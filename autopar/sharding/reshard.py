@@ -80,37 +80,46 @@ def _can_gather(state: Placements, axis: int) -> bool:
     return all(other != state[axis] for other in state[axis + 1 :])
 
 
+def _allowed(kind: StepKind, state: Placements, target: Placements, axis: int) -> bool:
+    """Whether a step of `kind` may take `axis` (towards) its target now."""
+    have, want = state[axis], target[axis]
+    if kind == "slice":
+        return have == REPLICATE and _can_split(state, target, axis)
+    if kind == "reduce_scatter":
+        return have == PARTIAL and _can_split(state, target, axis)
+    if kind == "all_reduce":
+        return have == PARTIAL and not isinstance(want, Shard)
+    if kind == "mask":
+        return have == REPLICATE and want == PARTIAL
+    if not isinstance(have, Shard) or not _can_gather(state, axis):
+        return False
+    if kind == "all_gather":
+        return True
+    return isinstance(want, Shard) and not have.overlaps(want) and _can_split(state, target, axis)
+
+
+_PREFERENCE: tuple[StepKind, ...] = (
+    "slice",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "all_gather",
+    "mask",
+)
+
+
 def _next_step(state: Placements, target: Placements) -> Step | None:
     """The best step that is allowed now, or None when only a detour is left."""
     axes = [axis for axis in range(len(state)) if state[axis] != target[axis]]
-    for axis in axes:
-        have, want = state[axis], target[axis]
-        if isinstance(want, Shard) and have == REPLICATE and _can_split(state, target, axis):
-            return _step("slice", axis, state, want)
-    for axis in axes:
-        have, want = state[axis], target[axis]
-        if have == PARTIAL and isinstance(want, Shard) and _can_split(state, target, axis):
-            return _step("reduce_scatter", axis, state, want)
-    for axis in axes:
-        if state[axis] == PARTIAL and not isinstance(target[axis], Shard):
-            return _step("all_reduce", axis, state, target[axis])
-    for axis in axes:
-        have, want = state[axis], target[axis]
-        if isinstance(have, Shard) and isinstance(want, Shard) and not have.overlaps(want):
-            if _can_gather(state, axis) and _can_split(state, target, axis):
-                return _step("all_to_all", axis, state, want)
-    for axis in reversed(axes):
-        if isinstance(state[axis], Shard) and _can_gather(state, axis):
-            return _step("all_gather", axis, state, REPLICATE)
-    for axis in axes:
-        if state[axis] == REPLICATE and target[axis] == PARTIAL:
-            return _step("mask", axis, state, PARTIAL)
+    for kind in _PREFERENCE:
+        for axis in reversed(axes) if kind == "all_gather" else axes:
+            if _allowed(kind, state, target, axis):
+                want = REPLICATE if kind == "all_gather" else target[axis]
+                return _step(kind, axis, state, want)
     return None
 
 
-def _step(
-    kind: StepKind, axis: int, state: Placements, want: Replicate | Partial | Shard
-) -> Step:
+def _step(kind: StepKind, axis: int, state: Placements, want: Replicate | Partial | Shard) -> Step:
     have = state[axis]
     return Step(
         kind=kind,
@@ -127,10 +136,13 @@ def _detour(state: Placements, target: Placements) -> Step:
     for axis in reversed(range(len(state))):
         have = state[axis]
         if isinstance(have, Shard) and _can_gather(state, axis):
-            blocks = any(
-                isinstance(want, Shard) and want.overlaps(have) and state[other] != want
-                for other, want in enumerate(target)
-            ) or have != target[axis]
+            blocks = (
+                any(
+                    isinstance(want, Shard) and want.overlaps(have) and state[other] != want
+                    for other, want in enumerate(target)
+                )
+                or have != target[axis]
+            )
             inside = any(
                 isinstance(other, Shard) and other == have and state[index] != target[index]
                 for index, other in enumerate(state)

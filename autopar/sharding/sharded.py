@@ -92,9 +92,7 @@ def shard_graph(
         name = item.value.name
         if item.kind == "parameter":
             wanted = (storage or {}).get(name)
-            inputs[name] = _storage(
-                uses.get(name, []), mesh, item.value.spec.shape, wanted
-            )
+            inputs[name] = _storage(uses.get(name, []), mesh, item.value.spec.shape, wanted)
         else:
             inputs[name] = replicated(mesh)
     return ShardedGraph(

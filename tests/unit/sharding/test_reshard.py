@@ -30,7 +30,7 @@ from autopar.sharding.reshard import plan_steps
 
 SHAPE = (12, 5, 6)
 FACTORS = [Shard(0, 1, 12), Shard(0, 4, 3), Shard(0, 2, 2), Shard(0, 1, 4), Shard(0, 2, 6),
-           Shard(0, 1, 2), Shard(1, 1, 5), Shard(2, 1, 6), Shard(2, 3, 2), Shard(2, 1, 3)]  # fmt: skip
+           Shard(0, 1, 2), Shard(1, 1, 5), Shard(2, 1, 6), Shard(2, 3, 2)]  # fmt: skip
 MESHES = [(2,), (3,), (2, 2), (3, 2), (2, 2, 2)]
 
 
