@@ -73,10 +73,11 @@ class Task:
         if name == "__main__":
             assert self.file is not None, self
             return load_file_as(Path(self.file), _CALLERS_MAIN)
-        with contextlib.suppress(ImportError, ValueError):
+        spec = None
+        with contextlib.suppress(ImportError, ValueError):  # of a parent package, or no spec
             spec = importlib.util.find_spec(name)
-            if spec is not None and (self.file is None or _same(spec.origin, self.file)):
-                return importlib.import_module(name)
+        if spec is not None and (self.file is None or _same(spec.origin, self.file)):
+            return importlib.import_module(name)
         if self.file is None:
             raise InputError(f"no module {name!r}", fix="define the function in a file")
         return load_file_as(Path(self.file), name)
