@@ -94,7 +94,11 @@ class _Walk:
 class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.kinds = {item.value.name: item.kind for item in graph.inputs}
+        self.kinds = {
+            item.value.name: item.kind
+            for item in graph.inputs
+            if item.kind in ("parameter", "buffer")
+        }
         self.members: dict[str, list[int]] = defaultdict(list)
         for index, node in enumerate(graph.nodes):
             for prefix in _prefixes(node.module):

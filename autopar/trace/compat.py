@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 import torch.fx
 import torch.utils.checkpoint
+
+from autopar.trace.places import is_user_file
 
 LIBRARY = torch.library.Library("autopar", "DEF")
 LIBRARY.define("enter(Tensor[] inputs, str key) -> ()")
@@ -146,6 +149,24 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _user_lines() -> Iterator[None]:
+    """Calls remember the innermost frame outside torch, and only that one.
+
+    torch.export keeps frames of functions called ``forward`` and no other, so a call made in a
+    helper would seem to come from the line that calls the helper.
+    """
+    name = "_filter_traceback_frames"
+
+    def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        kept = [frame for frame in frames if is_user_file(frame.filename)]
+        return traceback.StackSummary.from_list(kept[-1:])
+
+    owner = torch.fx.proxy.TracerBase
+    with patched(owner, name, innermost) if hasattr(owner, name) else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What torch logs about a failure is not shown: the error raised says more."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -162,6 +183,6 @@ def _quiet() -> Iterator[None]:
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """The training IR of `module` on `inputs`, with gradients enabled."""
-    with torch.enable_grad(), _quiet(), warnings.catch_warnings():
+    with torch.enable_grad(), _user_lines(), _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(module, inputs, strict=False)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
-from autopar.trace.places import describe_place, short_path
-
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+from autopar.trace.places import describe_place, is_user_file, short_path
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -45,7 +41,7 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, nn.Modul
             if found is not None:
                 path, owner = found, module
         name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED):
+        if is_user_file(name):
             line = f"{short_path(name)}:{number}"
     return path, owner, line
 

@@ -9,16 +9,21 @@ import torch
 
 from autopar.errors import TraceError
 
-_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ')
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ')
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+
+
+def is_user_file(name: str) -> bool:
+    """Whether a source file is neither torch's nor the tracer's."""
+    return not name.startswith((_TORCH, _HERE, "<"))
 
 
 def user_line(trace: str) -> str:
     """``file:line`` of the innermost frame of a stack trace that is outside torch."""
     for line in reversed(trace.splitlines()):
         match = _FRAME.match(line)
-        if match and not match[1].startswith((_TORCH, _HERE)):
+        if match and is_user_file(match[1]):
             return f"{short_path(match[1])}:{match[2]}"
     return ""
 

@@ -68,9 +68,7 @@ def qwen3(layers: int = 2) -> Example:
 
 
 def gemma3(layers: int = 3) -> Example:
-    kinds = [
-        "full_attention" if place % 3 == 2 else "sliding_attention" for place in range(layers)
-    ]
+    kinds = ["full_attention" if place % 3 == 2 else "sliding_attention" for place in range(layers)]
     return _language_model(
         "Gemma3", layers, config="Gemma3TextConfig", num_key_value_heads=2, head_dim=6,
         sliding_window=4, layer_types=kinds,
@@ -295,7 +293,19 @@ def meta_llama(layers: int) -> Example:
 
 HF = {
     function.__name__: function
-    for function in (gpt2, llama, mistral, qwen3, gemma3, mixtral, qwen3_moe, bert, t5, vit, whisper)
+    for function in (
+        gpt2,
+        llama,
+        mistral,
+        qwen3,
+        gemma3,
+        mixtral,
+        qwen3_moe,
+        bert,
+        t5,
+        vit,
+        whisper,
+    )
 }
 OWN = {function.__name__: function for function in (gpt, resnet, moe, unet)}
 ALL = HF | OWN

@@ -1,0 +1,81 @@
+"""Custom autograd functions keep their own backward."""
+
+import torch
+from torch import nn
+
+from autopar.trace import Slot
+from tests.unit.trace.support import check_against_eager
+
+
+class Sign(torch.autograd.Function):
+    """Straight-through sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() <= 1)
+
+
+class Scale(torch.autograd.Function):
+    """Scales and reverses the gradient; two results, one of them no tensor."""
+
+    @staticmethod
+    def forward(x, factor, y):
+        return x.view_as(x), "kept", (x * y).long()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad, _, __):
+        return -ctx.factor * grad, None, None
+
+
+scale = Scale.apply  # taken before tracing begins
+
+
+class Net(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.heads = nn.ModuleList(Head() for _ in range(layers))
+
+    def forward(self, x):
+        total = 0.0
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = Sign.apply(layer(x))
+            total = total + head(x)
+        reversed_x, word, counts = scale(x, 0.7, x)
+        assert word == "kept"
+        return total + (reversed_x * counts).mean()
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return scale(self.fc(x), 0.3, self.fc.bias)[0].mean()
+
+
+def test_backward_survives():
+    torch.manual_seed(0)
+    traced = check_against_eager(Net(2), (torch.randn(3, 4),), {})
+    assert set(traced.custom) == {"Sign", "Scale", "Scale_1"}
+    assert traced.custom["Scale"].function is Scale
+    assert traced.custom["Scale"].arguments == (Slot(0), 0.3, Slot(1))
+    ops = {node.op for node in traced.graph.nodes}
+    assert "autopar.custom_function.Sign" in ops
+
+
+def test_inside_repeated_layers():
+    torch.manual_seed(0)
+    traced = check_against_eager(Net(6), (torch.randn(3, 4),), {})
+    assert set(traced.custom) == {"Sign", "Scale", "Scale_1"}

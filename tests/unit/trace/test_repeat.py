@@ -1,0 +1,163 @@
+"""Repeated layers are traced once, and the graph is the one of a full trace."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.graph.blocks import find_blocks
+from autopar.trace import expand, tracer
+from autopar.trace.grouping import find_groups
+from tests.models import zoo
+from tests.unit.trace.support import same_in_both_ways
+
+DEPTH = 6
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Counts the opaque calls that were expanded, per trace."""
+    counts = []
+    original = expand._Expander._repeat
+
+    def counted(self, node):
+        counts.append(node)
+        original(self, node)
+
+    monkeypatch.setattr(expand._Expander, "_repeat", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "whisper"])
+def test_deep_models(name, copies):
+    torch.manual_seed(0)
+    same_in_both_ways(*zoo.ALL[name](DEPTH))
+    assert len(copies) >= DEPTH - 4
+
+
+def test_layers_of_two_kinds(copies):
+    traced = same_in_both_ways(*zoo.gemma3(12))
+    assert len(copies) >= 6
+    sizes = sorted(block.count for block in find_blocks(traced.graph))
+    assert sizes == [12]  # the two kinds differ in the mask and the angles they are given
+
+
+def test_layers_with_buffers_written_in_place(copies):
+    same_in_both_ways(*zoo.resnet(6))
+    assert len(copies) >= 4
+
+
+def test_router_outputs_taken_by_hooks():
+    same_in_both_ways(*zoo.mixtral(4))
+
+
+def test_experts_inside_layers(copies):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(9)
+            )
+
+        def forward(self, x):
+            return x + sum(expert(x) for expert in self.experts)
+
+    model = nn.Sequential(*(Layer() for _ in range(5)))
+    same_in_both_ways(model, (torch.randn(2, 4),), {}, lambda y, x: y.mean())
+    assert len(copies) > 10
+
+
+class Layer(nn.Module):
+    """A layer with something odd about it."""
+
+    def __init__(self, odd, index):
+        super().__init__()
+        self.odd, self.index = odd, index
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.notes, self.count, self.last = [], 0, None
+
+    def forward(self, x, store):
+        y = self.fc(x)
+        if self.odd == "index":
+            y = y * (self.index + 1)
+        if self.odd == "count":
+            self.count += 1
+        if self.odd == "attribute":
+            self.last = y.mean()
+        if self.odd == "leak":
+            store["aux"] = store.get("aux", 0) + y.mean()
+        if self.odd == "input":
+            x.mul_(0.5)
+        if self.odd == "buffer":
+            with torch.no_grad():
+                self.seen.add_(y.mean(0))
+        if self.odd == "assign":
+            self.seen = self.seen + y.detach().mean(0)
+        if self.odd == "view":
+            return (y * 2).view(2, 2, 2).view(2, 4)
+        return y
+
+
+class Stack(nn.Module):
+    """Many layers, and odd things done with them."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.odd = odd
+        self.layers = nn.ModuleList(Layer(odd, index) for index in range(DEPTH))
+        if odd == "tied":
+            self.layers[3].fc.weight = self.layers[2].fc.weight
+        if odd == "frozen":
+            self.layers[2].requires_grad_(False)
+
+    def forward(self, x):
+        store = {}
+        for layer in self.layers:
+            x = layer(x * 1.0, store)
+            if self.odd == "view":
+                x[:, 0] += 1.0
+        if self.odd == "all":
+            x = x + sum(parameter.pow(2).sum() for parameter in self.parameters())
+        if self.odd == "look":
+            x = x + self.layers[2].fc.weight.sum()
+        if self.odd == "attribute":
+            x = x + self.layers[2].last
+        return x.mean() + store.get("aux", 0)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["index", "count", "attribute", "leak", "input", "buffer", "assign", "view", "tied", "frozen",
+     "all", "look"],
+)  # fmt: skip
+def test_odd_layers(odd):
+    traced = same_in_both_ways(Stack(odd), (torch.randn(2, 4),), {})
+    updated = [item for item in traced.graph.outputs if item.kind == "buffer"]
+    assert len(updated) == (DEPTH if odd in ("buffer", "assign") else 0)
+
+
+def test_groups():
+    groups = find_groups(Stack("frozen"))
+    assert [group.paths for group in groups] == [
+        tuple(f"layers.{index}" for index in (0, 1, 3, 4, 5))
+    ]
+    assert groups[0].indexed == (("", "index"),)
+
+
+def _seconds(example):
+    start = time.process_time()
+    tracer.trace(*example)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    ("build", "deep"), [(zoo.meta_gpt, 96), (zoo.meta_llama, 80)], ids=["gpt3", "llama70b"]
+)
+def test_time_depends_on_distinct_layers(build, deep):
+    _seconds(build(4))
+    shallow = min(_seconds(build(8)) for _ in range(2))
+    whole = min(_seconds(build(deep)) for _ in range(2))
+    assert whole < 4.5
+    assert whole < 4 * shallow
