@@ -367,7 +367,17 @@ def _vote_from_inputs(builder: _Builder, names: _Names) -> None:
 
 
 def _vote_from_structure(builder: _Builder, names: _Names) -> None:
-    """Name hidden widths: made by one linear and contracted by another, and nothing else."""
+    """Name widths made by one linear and contracted by another, and nothing else.
+
+    A width that a user input has too is that of the residual stream.
+    """
+    given = {
+        builder.classes.find(builder.dims[item.value.name, dim])
+        for item in builder.graph.inputs
+        if item.kind == "input"
+        for dim in range(item.value.spec.ndim)
+        if (item.value.name, dim) in builder.dims
+    }
     made: set[int] = set()
     used: set[int] = set()
     for (index, name), variable in builder.letters.items():
@@ -377,7 +387,7 @@ def _vote_from_structure(builder: _Builder, names: _Names) -> None:
             )
     for root in made & used:
         if not names.hinted(root):
-            names.vote(root, "ffn", 0)
+            names.vote(root, "hidden" if root in given else "ffn", 0)
 
 
 def infer_factors(graph: Graph, blocks: tuple[Block, ...] | None = None) -> Factors:

@@ -29,7 +29,8 @@ def _layer_norm(call: Call) -> OpRule:
         [n if spec.shape[d] != 1 else None for d, n in enumerate(names)] for spec in call.outputs
     ]
     linear = _affine(weight, bias) if len(call.outputs) == 1 else []
-    return call.build(operands, outputs, linear=linear)
+    hints = {f"d{d}": ("hidden", 1) for d in range(ndim - count, ndim)}
+    return call.build(operands, outputs, linear=linear, hints=hints)
 
 
 @family(aten("group_norm"))
