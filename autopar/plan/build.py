@@ -10,6 +10,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
 from autopar.plan.assign import assign, store_split
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
+from autopar.plan.remarks import remarks
 from autopar.plan.strategies import (
     Constraints,
     check_factor_names,
@@ -232,7 +233,7 @@ def describe(
             if item.kind == "input"
         ),
         unruled=unruled,
-        notes=notes,
+        notes=(*notes, *remarks(sharded, mesh, owner, constraints)),
     )
 
 
