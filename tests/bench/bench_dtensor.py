@@ -130,11 +130,10 @@ def theory() -> dict[str, int]:
 
     All-reduced are the activations behind both row-parallel linears of a block and before both
     column-parallel ones in backward, the embedding's result, the gradient before the head, and
-    three numbers per token in the cross-entropy (Shoeybi et al. 2019, section 3). The position
-    table is split like the other one (the peer keeps it whole): its rows are all-reduced too.
+    three numbers per token in the cross-entropy (Shoeybi et al. 2019, section 3).
     """
     tokens = BATCH_SIZE * SEQ_LEN
-    activations = ((4 * CONFIG.layers + 2) * tokens + SEQ_LEN) * CONFIG.width
+    activations = (4 * CONFIG.layers + 2) * tokens * CONFIG.width
     return {"all_reduce": 2 * (RANKS - 1) * 4 * (activations + 3 * tokens) // RANKS}
 
 
