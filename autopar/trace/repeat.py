@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.trace.compat import patched, patched_item
+from autopar.trace.compat import no_lines, patched, patched_item
 from autopar.trace.grouping import Group
 from autopar.trace.guards import PLAIN
 
@@ -170,10 +170,11 @@ class Repeater:
             if isinstance(vars(group.modules[index])["_modules"], _Hidden):
                 raise UnhideError
             return self._inline(record, index, key, tensors, lambda: original(*args, **kwargs))
-        if len(record.metas) == 1:
-            made = iter((torch.ops.autopar.repeat.one(tensors, key),))
-        else:
-            made = iter(torch.ops.autopar.repeat(tensors, key))
+        with no_lines():
+            if len(record.metas) == 1:
+                made = iter((torch.ops.autopar.repeat.one(tensors, key),))
+            else:
+                made = iter(torch.ops.autopar.repeat.default(tensors, key))
         filled = [next(made) if isinstance(x, torch.Tensor) else x for x in record.leaves]
         return pytree.tree_unflatten(filled, record.spec)
 
