@@ -153,7 +153,7 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
 def no_lines() -> Iterator[None]:
     """Calls do not remember where they were made, which is a fifth of what tracing one costs."""
     find = getattr(proxy_tensor, "get_proxy_mode", lambda: None)
-    tracer = getattr(find(), "tracer", None)
+    tracer: Any = getattr(find(), "tracer", None)
     recording = getattr(tracer, "record_stack_traces", False)
     if recording:
         tracer.record_stack_traces = False
