@@ -1,7 +1,8 @@
-"""Where a NaN was born: the first op, over all ranks, that made one."""
+"""Where a NaN or an infinity was born: the first op, over all ranks, that made one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,25 +15,42 @@ from autopar.runtime.lower import Program
 
 
 class _Watch(fx.Interpreter):
-    """Runs a program and remembers the first node with a non-finite result."""
+    """Runs a program and remembers the first input and the first op that hold a bad number.
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    Bad are NaN and plus infinity; minus infinity is how masks are written. An infinity that the
+    model wrote as a number is not bad, nor is what follows from it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.module)
+        self.origins = program.origins
         self.index, self.first, self.inputs = 0, -1, -1
+        self.meant: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        bad = (
-            isinstance(result, Tensor)
-            and result.is_floating_point()
-            and bool(torch.isnan(result.detach()).any())
-        )
-        if bad and n.op == "placeholder" and self.inputs < 0:
-            self.inputs = self.index
-        if bad and n.op != "placeholder" and self.first < 0:
-            self.first = self.index
+        if self._bad(n, result):
+            if n.op == "placeholder" and self.inputs < 0:
+                self.inputs = self.index
+            # Reshards only move numbers; they have no origin.
+            if n.op != "placeholder" and self.first < 0 and n.name in self.origins:
+                self.first = self.index
         self.index += 1
         return result
+
+    def _bad(self, n: fx.Node, result: Any) -> bool:
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return False
+        value = result.detach()
+        if torch.isnan(value).any():
+            return True
+        if not torch.isposinf(value).any():
+            return False
+        literals = [arg for arg in (*n.args, *n.kwargs.values()) if isinstance(arg, float)]
+        if any(map(math.isinf, literals)) or self.meant.intersection(n.all_input_nodes):
+            self.meant.add(n)
+            return False
+        return True
 
 
 def first_non_finite(
@@ -49,7 +67,7 @@ def first_non_finite(
     Returns:
         Text such as ``module layers.3.mlp, aten.linear.default model.py:41, rank 2``.
     """
-    watch = _Watch(program.module)
+    watch = _Watch(program)
     with torch.no_grad():
         watch.run(*arguments)
     nodes = list(program.module.graph.nodes)
@@ -66,5 +84,6 @@ def first_non_finite(
     if given:
         name = program.origins[nodes[given[0][0]].name]
         item = next((i for i in graph.inputs if i.value.name == name), None)
-        parts.append(f"{item.kind if item else 'input'} {item.target if item else name} holds NaN")
+        text = f"{item.kind} {item.target}" if item else name
+        parts.append(f"{text} holds a number that is not finite")
     return "; ".join(parts) or "the loss itself"
