@@ -1,0 +1,143 @@
+"""A campaign: many random plans over many models, with coverage, and failures made small."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+
+from autopar.plan.build import apply_plan, describe
+from autopar.plan.plan import Plan
+from autopar.plan.random_plans import Habits, check_legal, random_choices, random_storage
+from autopar.plan.strategies import parse_constraints, split_axes
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.sharded import ShardedGraph, shard_graph
+from tests.distributed.fuzz import State, run, solo
+from tests.distributed.fuzz_coverage import STORAGE, Coverage, Key, choices_universe, steps_universe
+from tests.distributed.fuzz_models import BUILDERS, Subject, subject
+from tests.distributed.fuzz_shrink import Case, shrink
+
+MESHES = {
+    "x=2,y=2": 6, "x=4": 2, "x=2,y=2,z=2": 6, "y=2,x=4": 2, "x=3,y=2": 2, "x=2,y=3": 2,
+}  # fmt: skip
+"""User meshes and how often each is drawn."""
+
+SHRUNK = 3
+"""How many failures of a campaign are made small, which takes many runs."""
+
+TURNS = (
+    "gpt", "resnet", "moe", "unet", "llama", "gpt", "resnet", "moe", "unet", "t5",
+)  # fmt: skip
+"""The order of models; those with large graphs come less often."""
+
+
+@cache
+def reference(name: str) -> State:
+    """What one device has, computed once."""
+    return solo(subject(name))
+
+
+@dataclass(slots=True)
+class Campaign:
+    """Outcome of many plans.
+
+    Attributes:
+        plans: Number of plans that ran.
+        round_trips: Number of plans that went through their file form.
+        failures: One reproducer per plan that differs.
+        coverage: What was reached.
+        models: Names of the models.
+        seconds: Wall time.
+    """
+
+    plans: int = 0
+    round_trips: int = 0
+    failures: list[str] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+    models: tuple[str, ...] = tuple(BUILDERS)
+    seconds: float = 0.0
+
+    def universe(self) -> set[Key]:
+        """Everything there is to reach."""
+        return set(steps_universe()).union(STORAGE, *map(universe, self.models))
+
+
+def draw(held: Subject, seed: int, coverage: Coverage | None = None) -> tuple[Mesh, ShardedGraph]:
+    """A random plan of a model: the user's mesh and the placements.
+
+    Args:
+        held: The model.
+        seed: Seed of the plan.
+        coverage: When given, choices that reach something new are drawn more often.
+    """
+    source, name = random.Random(f"{held.name}/{seed}"), held.name
+    mesh = _mesh(name, source, coverage)
+    fine = split_axes(mesh)[0]
+    graph, factors = held.traced.graph, held.factors
+    habits = Habits(follow=source.choice((0.0, 0.3, 0.6)), eager=0.7)
+    wanted = {} if coverage is None else {"prefer": coverage.prefer(held, fine, universe(name))}
+    choices = random_choices(graph, factors, fine, source, habits, **wanted)
+    check_legal(graph, factors, fine, choices)
+    stored = random_storage(graph, factors, fine, source, source.choice((0.0, 0.5)))
+    return mesh, shard_graph(graph, factors, fine, choices, stored)
+
+
+def _mesh(name: str, source: random.Random, coverage: Coverage | None) -> Mesh:
+    """A mesh; rather one with an axis of three, the more of what is left needs uneven parts."""
+    texts = dict(MESHES)
+    if coverage is not None:
+        left = [key[0] for key in coverage.missing(universe(name))]
+        if source.random() * len(left) < left.count("special uneven"):
+            texts = {text: 1 for text in texts if "3" in text}
+    return Mesh.parse(source.choices(list(texts), list(texts.values()))[0])
+
+
+@cache
+def universe(name: str) -> frozenset[Key]:
+    """All choices and special lowerings that some op of a model has on some mesh."""
+    meshes = tuple(split_axes(Mesh.parse(text))[0] for text in MESHES)
+    return frozenset(choices_universe(subject(name), meshes))
+
+
+def round_trip(mesh: Mesh, sharded: ShardedGraph) -> str | None:
+    """How the plan changes on its way through its file form; None if it does not."""
+    graph = sharded.graph
+    plain = shard_graph(graph, sharded.factors, sharded.mesh, sharded.choices)
+    plan = describe(plain, mesh, parse_constraints("megatron_sp", mesh))
+    again = apply_plan(Plan.from_json(plan.to_json()), graph)
+    for node, before, after in zip(graph.nodes, plain.choices, again.choices, strict=True):
+        if before != after:
+            return f"{node.name}: {list(map(str, before))} became {list(map(str, after))}"
+    return None if again.inputs == plain.inputs else "parameters are held otherwise"
+
+
+def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -> Campaign:
+    """Run plans, given as (model, seed); every seventh also goes through its file form."""
+    result = result or Campaign()
+    start = time.perf_counter()
+    for name, seed in plans:
+        held = subject(name)
+        mesh, sharded = draw(held, seed, result.coverage)
+        found, program = run(held, sharded, reference(name))
+        result.plans += 1
+        if found:
+            text = "\n".join(f"  {item}" for item in found[:4])
+            if len(result.failures) < SHRUNK:
+                text = shrink(Case(subject=held, sharded=sharded, want=reference(name)))
+            result.failures.append(f"{name}, seed {seed}, mesh {mesh}\n{text}")
+        elif program is not None:
+            result.coverage.add(held, sharded, program)
+        if seed % 7 == 0:
+            result.round_trips += 1
+            changed = round_trip(mesh, sharded)
+            if changed is not None:
+                result.failures.append(f"{name}, seed {seed}, mesh {mesh}: plan file: {changed}")
+    result.seconds += time.perf_counter() - start
+    return result
+
+
+def schedule(count: int, start: int = 0) -> list[tuple[str, int]]:
+    """(model, seed) of `count` plans, models in turn."""
+    return [(TURNS[i % len(TURNS)], i) for i in range(start, start + count)]

@@ -1,0 +1,77 @@
+"""Random legal plans train exactly what one device trains, and reach everything there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.fuzz import TOLERANCE, differences, solo
+from tests.distributed.fuzz_campaign import Campaign, campaign, reference, schedule
+from tests.distributed.fuzz_models import BUILDERS, build, eager, subject, whole
+
+CI_PLANS = 150
+LONG_PLANS = 2000
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def report(result: Campaign, config: pytest.Config) -> None:
+    writer = config.get_terminal_writer()
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        writer.line()
+        writer.line(
+            f"{result.plans} plans, {len(result.failures)} failures, {result.round_trips} through "
+            f"their file form, {result.seconds:.0f} s"
+        )
+        writer.line(result.coverage.table(result.universe()))
+
+
+@pytest.fixture(scope="module")
+def fuzzed(pytestconfig: pytest.Config) -> Campaign:
+    result = campaign(schedule(CI_PLANS))
+    report(result, pytestconfig)
+    return result
+
+
+def test_no_random_plan_differs_from_one_device(fuzzed: Campaign):
+    assert fuzzed.plans == CI_PLANS
+    assert not fuzzed.failures, "\n\n".join(fuzzed.failures)
+
+
+def test_random_plans_reach_every_choice_lowering_and_reshard(fuzzed: Campaign):
+    missing = fuzzed.coverage.missing(fuzzed.universe())
+    assert not missing, "\n".join(map(str, missing))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_no_random_plan_of_two_thousand_differs(pytestconfig: pytest.Config):
+    result = campaign(schedule(LONG_PLANS, start=CI_PLANS))
+    report(result, pytestconfig)
+    assert not result.failures, "\n\n".join(result.failures)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_graph_on_one_device_is_the_eager_model(name: str):
+    # Without dropout, whose numbers eager torch draws otherwise, in the models' own float32.
+    held = whole(name)
+    found = differences(eager(build(name, dropout=False)), solo(held), 0, 2e-6)
+    assert not found, "\n".join(map(str, found))
+
+
+def test_a_model_draws_other_masks_in_another_step():
+    held = subject("gpt")
+    again = solo(held, seed=1)
+    assert differences(reference("gpt"), again, 0, TOLERANCE)
+    assert not differences(reference("gpt"), solo(held), 0, 0.0)
+
+
+def test_losses_are_of_the_size_of_a_guess():
+    # A model whose loss is 0 or huge would hide mistakes.
+    for name in BUILDERS:
+        loss = reference(name)["loss"]
+        assert loss is not None
+        assert 0.1 < float(loss) < 10
+        grads = [g for n, g in reference(name).items() if n.startswith("grad") and g is not None]
+        assert all(torch.isfinite(grad).all() for grad in grads)

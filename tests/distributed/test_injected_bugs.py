@@ -1,0 +1,68 @@
+"""The fuzz notices mistakes: each injected one is caught by random plans, drawn blindly."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import textwrap
+
+import pytest
+
+from tests.distributed.fuzz import run
+from tests.distributed.fuzz_bugs import BUGS
+from tests.distributed.fuzz_campaign import campaign, draw, reference
+from tests.distributed.fuzz_coverage import Coverage
+from tests.distributed.fuzz_models import subject
+from tests.distributed.fuzz_shrink import Case, shrink, smallest
+
+MAX_PLANS = 12
+"""A campaign of 150 plans gives every model at least 15."""
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
+    bug = BUGS[name]
+    right, want = subject(bug.model), reference(bug.model)
+    wrong, coverage = bug.subject(right), Coverage()
+    for seed in range(MAX_PLANS):
+        with monkeypatch.context() as patch:
+            bug.inject(patch)
+            _, sharded = draw(wrong, seed, coverage)
+            found, program = run(wrong, sharded, want)
+        if found:
+            break
+        assert program is not None
+        coverage.add(right, sharded, program)
+    else:
+        pytest.fail(f"{MAX_PLANS} plans do not notice it")
+    _, sharded = draw(right, seed, coverage)
+    assert not run(right, sharded, want)[0]
+
+
+def test_a_failing_plan_shrinks_to_the_choice_that_matters(monkeypatch: pytest.MonkeyPatch):
+    name, bug = "moe", BUGS["mean divides by the local count"]
+    held, want = subject(name), reference(name)
+    bug.inject(monkeypatch)
+    sharded = next(s for s in (draw(held, seed)[1] for seed in range(20)) if run(held, s, want)[0])
+    small = smallest(Case(subject=held, sharded=sharded, want=want))
+    left = [
+        (node.op, picked)
+        for node, picked in zip(held.traced.graph.nodes, small.sharded.choices, strict=True)
+        if any(choice.kind != "replicate" for choice in picked)
+    ]
+    assert len(left) == 1
+    assert left[0][0].startswith("aten.mean")
+    # The report holds code that runs the small plan again.
+    report = shrink(small)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(textwrap.dedent(report[report.index("  from tests") :]), {})
+    assert "differs by" in said.getvalue()
+
+
+def test_a_campaign_reports_a_failure_with_its_reproducer(monkeypatch: pytest.MonkeyPatch):
+    BUGS["gradients of parameters averaged"].inject(monkeypatch)
+    result = campaign([("moe", 3)])
+    assert result.plans == 1
+    assert "moe, seed 3, mesh" in result.failures[0]
+    assert "reproduce('moe'" in result.failures[0]
