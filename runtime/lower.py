@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.graph.ir import Arg, Node, Ref, Token
-from autopar.runtime.operators import constant, resolve
+from autopar.runtime.operators import constant, on_device, resolve
 from autopar.runtime.reshard import MeshContext, Reshard
 from autopar.runtime.special import bind_special
 from autopar.sharding.choices import CallPlacement, Choices
@@ -84,7 +84,6 @@ class _Lowering:
     def __init__(self, sharded: ShardedGraph, context: MeshContext, custom: Custom) -> None:
         self.sharded, self.context, self.custom = sharded, context, custom
         self.pairs = sharded.pairs()
-        self.device = context.comm.device.type
         self.fx = fx.Graph()
         self.root = nn.Module()
         self.local: dict[str, fx.Node] = {}
@@ -115,6 +114,7 @@ class _Lowering:
         return self.context.grid.local_shape(self.sharded.graph.spec(name).shape, placements)
 
     def emit(self, node: Node, index: int) -> None:
+        node = on_device(node, self.context.comm.device)
         rule = self.sharded.factors.rules[index]
         choices, call = self.sharded.choices[index], self.sharded.calls[index]
         refs = iter(
@@ -195,7 +195,7 @@ class _Lowering:
             if isinstance(arg, Ref):
                 return next(source)
             if isinstance(arg, Token):
-                return constant(arg, self.device if arg.kind == "device" else None)
+                return constant(arg)
             if isinstance(arg, tuple):
                 return [build(item) for item in arg]
             return arg

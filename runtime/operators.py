@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from autopar.errors import PlanError
-from autopar.graph.ir import Graph, Token
+from autopar.graph.ir import Graph, Node, Token
 from autopar.sharding.factors import Factors
 
 
@@ -31,16 +32,25 @@ def resolve(op: str) -> Callable[..., Any]:
 
 
 @cache
-def constant(token: Token, device: str | None = None) -> object:
-    """The torch dtype, device, layout or memory format a token stands for.
-
-    Args:
-        token: The token.
-        device: Device to use instead of the traced one.
-    """
+def constant(token: Token) -> object:
+    """The torch dtype, device, layout or memory format a token stands for."""
     if token.kind == "device":
-        return torch.device(device or token.text)
+        return torch.device(token.text)
     return getattr(torch, token.text.removeprefix("torch."))
+
+
+def on_device(node: Node, device: torch.device) -> Node:
+    """`node` with the device to create its result on, if its op takes one; else `node` itself.
+
+    Graphs say nothing of devices: operands bring theirs, creation ops are told here.
+    """
+    if node.op.startswith("autopar."):
+        return node
+    arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
+    if not any(argument.name == "device" for argument in arguments):
+        return node
+    kwargs = tuple((key, arg) for key, arg in node.kwargs if key != "device")
+    return replace(node, kwargs=(*kwargs, ("device", Token("device", str(device)))))
 
 
 def refuse_unkeyed_random(graph: Graph, factors: Factors, world_size: int) -> None:
