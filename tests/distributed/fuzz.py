@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
@@ -44,27 +45,53 @@ class Difference:
 
 def engine(subject: Subject, sharded: ShardedGraph, comm: Communicator, seed: int = 0) -> Engine:
     """One rank of a plan."""
-    context, loss = MeshContext.create(sharded.mesh, comm), subject.traced.loss
-    return Engine(sharded, context, subject.tensors, loss=loss, seed=seed)
+    return Engine(
+        sharded,
+        MeshContext.create(sharded.mesh, comm),
+        subject.tensors,
+        loss=subject.traced.loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        seed=seed,
+    )
 
 
-def state(ready: Engine, subject: Subject) -> State:
-    """Loss, full gradients and buffers after one backward."""
-    found: State = {"loss": ready.backward(subject.inputs)}
-    found |= {f"gradient of {name}": grad for name, grad in ready.full_gradients().items()}
-    return found | {f"buffer {name}": value for name, value in ready.full_buffers().items()}
+def state(ready: Engine, subject: Subject, thorough: bool) -> State:
+    """Loss, full gradients and buffers of one backward.
+
+    If `thorough`, also the model's outputs, then the parameters after an optimizer step, and the
+    same of a second backward, with other dropout masks and buffers of the first.
+    """
+    found = _backward(ready, subject, "")
+    if thorough:
+        assert ready.optimizer is not None
+        with torch.no_grad():
+            outputs = ready.run("forward", subject.inputs)
+        found |= {f"output {name}": value for name, value in outputs.items()}
+        ready.optimizer.step()
+        found |= _backward(ready, subject, " in step 2")
+        found |= {f"parameter {name}": p for name, p in ready.full_parameters().items()}
+    return found
+
+
+def _backward(ready: Engine, subject: Subject, suffix: str) -> State:
+    found: State = {f"loss{suffix}": ready.backward(subject.inputs)}
+    for name, grad in ready.full_gradients().items():
+        found[f"gradient of {name}{suffix}"] = grad
+    for name, value in ready.full_buffers().items():
+        found[f"buffer {name}{suffix}"] = value
+    return found
 
 
 def solo(subject: Subject, seed: int = 0) -> State:
-    """What one device has."""
+    """What one device has, thoroughly."""
     mesh = Mesh((("alone", 1),))
     choices = ((REPLICATED,),) * len(subject.traced.graph.nodes)
     sharded = shard_graph(subject.traced.graph, subject.factors, mesh, choices)
-    return state(engine(subject, sharded, SoloCommunicator(), seed), subject)
+    return state(engine(subject, sharded, SoloCommunicator(), seed), subject, thorough=True)
 
 
 def differences(want: State, have: State, rank: int, tolerance: float) -> list[Difference]:
-    """Everything beyond the tolerance.
+    """Everything in `have` beyond the tolerance.
 
     Errors are relative to the tensor's largest value, and to a ten-thousandth of the largest
     gradient: a gradient that is zero in exact arithmetic (of a key bias, of a bias before a
@@ -74,8 +101,8 @@ def differences(want: State, have: State, rank: int, tolerance: float) -> list[D
         float(t.abs().max()) for n, t in want.items() if t is not None and n.startswith("grad")
     )
     found = []
-    for name, expected in want.items():
-        error = _error(expected, have[name], floor if name.startswith("grad") else 0.0)
+    for name, value in have.items():
+        error = _error(want[name], value, floor if name.startswith("grad") else 0.0)
         if not error <= tolerance:
             found.append(Difference(rank=rank, name=name, error=error))
     return found
@@ -93,9 +120,15 @@ def _error(want: Tensor | None, have: Tensor | None, floor: float) -> float:
 
 
 def run(
-    subject: Subject, sharded: ShardedGraph, want: State, tolerance: float = TOLERANCE
+    subject: Subject, sharded: ShardedGraph, want: State, *, thorough: bool = False
 ) -> tuple[list[Difference], Program | None]:
     """Run a plan on threads and compare every rank with one device.
+
+    Args:
+        subject: The model.
+        sharded: The plan.
+        want: What one device has.
+        thorough: See `state`; also whether copies of parameters stay bitwise equal.
 
     Returns:
         The differences, and the program of rank 0 (None when it failed before).
@@ -105,7 +138,11 @@ def run(
     def rank(comm: Communicator) -> list[Difference]:
         ready = engine(subject, sharded, comm)
         programs[comm.rank] = ready.program("train")
-        return differences(want, state(ready, subject), comm.rank, tolerance)
+        found = differences(want, state(ready, subject, thorough), comm.rank, TOLERANCE)
+        apart = ready.replicas_differ() if thorough else None
+        if apart is not None:
+            found.append(Difference(rank=comm.rank, name=f"copies of {apart}", error=math.inf))
+        return found
 
     try:
         results = run_threads(sharded.mesh.size, rank, timeout_s=30.0)

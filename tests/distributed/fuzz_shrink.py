@@ -30,15 +30,17 @@ class Case:
         subject: The model.
         sharded: The plan.
         want: What one device has.
+        thorough: Whether it has to be run thoroughly to fail.
     """
 
     subject: Subject
     sharded: ShardedGraph
     want: State
+    thorough: bool = False
 
     def fails(self) -> list[Difference]:
         """The differences."""
-        return run(self.subject, self.sharded, self.want)[0]
+        return run(self.subject, self.sharded, self.want, thorough=self.thorough)[0]
 
     def with_parts(self, choices: tuple[Choices, ...], stored: Mapping[str, Placements]) -> Case:
         """The same with other choices and storage."""
@@ -161,4 +163,4 @@ def reproduce(
         for item in graph.parameters()
     }
     sharded = shard_graph(graph, factors, axes, tuple(choices), storage)
-    return run(held, sharded, solo(held))[0]
+    return run(held, sharded, solo(held), thorough=True)[0]
