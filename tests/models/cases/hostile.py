@@ -67,8 +67,7 @@ class Checks(nn.Module):
 
 class ReadsList(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        order = x.sum(1).argsort().tolist()  # here: list
-        return x[order]
+        return x[x.sum(1).argsort().tolist()]  # here: list
 
 
 DATA_DEPENDENT = {
