@@ -42,7 +42,7 @@ def _mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh | None:
     if isinstance(mesh, Mapping):
         return Mesh(tuple(mesh.items()))
     raise InputError(
-        f"mesh is a {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
+        f"mesh is of type {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
     )
 
 
@@ -51,13 +51,37 @@ def _cluster(cluster: ClusterSpec | str | int | None) -> ClusterSpec | None:
         return cluster
     if isinstance(cluster, int):
         return ClusterSpec.local(cluster)
+    if not isinstance(cluster, str | Path):
+        raise InputError(
+            f"cluster is of type {type(cluster).__name__}",
+            expected='a ClusterSpec, text such as "8x8xH100-SXM", a file, or a number of ranks',
+        )
     if Path(cluster).suffix in (".yaml", ".yml", ".json"):
         return ClusterSpec.load(cluster)
-    return ClusterSpec.parse(cluster)
+    return ClusterSpec.parse(str(cluster))
 
 
 def _plan(plan: Plan | str | Path | None) -> Plan | None:
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise InputError(f"plan is of type {type(plan).__name__}", expected="a Plan or a plan file")
+    return Plan.load(plan)
+
+
+def _check_call(args: object, kwargs: object, names: tuple[str, str]) -> None:
+    """Refuse example inputs that are not a tuple and a dict."""
+    if args is not None and not isinstance(args, tuple | list):
+        raise InputError(
+            f"{names[0]} is of type {type(args).__name__}",
+            expected="a tuple of the model's positional arguments",
+            fix=f"for a single argument write {names[0]}=(x,)",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{names[1]} is of type {type(kwargs).__name__}",
+            expected="a dict of the model's keyword arguments",
+        )
 
 
 def compile(
@@ -108,7 +132,16 @@ def compile(
         AutoparError: For bad input; the subclass and message say which.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
+        raise InputError(f"model is of type {type(model).__name__}", expected="a torch.nn.Module")
+    _check_call(example_inputs, example_kwargs, ("example_inputs", "example_kwargs"))
+    if plan is not None and (mesh is not None or constraints is not None):
+        raise InputError(
+            "plan is given together with " + ("mesh" if mesh is not None else "constraints"),
+            expected="a plan, which holds its mesh and what the axes split, or the other two",
+            fix="leave one of them out",
+        )
+    if type(seed) is not int:
+        raise InputError(f"seed is {seed!r}", expected="a whole number")
     comm = comm or from_environment()
     spec = _cluster(cluster)
     if spec is not None:
@@ -159,6 +192,7 @@ def plan(
     Returns:
         The plan; no process group is needed.
     """
+    _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
     if axes is None:

@@ -242,9 +242,20 @@ class CompiledModel:
             InputError: For a missing, unexpected or mis-shaped key; names the first.
         """
         want = self._model.state_dict(keep_vars=True)
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"the state dict is of type {type(state).__name__}",
+                expected="a map from FQN to tensor",
+            )
         for name, tensor in want.items():
             if name not in state:
                 raise InputError(f"the state dict lacks {name}", where=name)
+            if not isinstance(state[name], Tensor):
+                raise InputError(
+                    f"{name} is of type {type(state[name]).__name__} in the state dict",
+                    expected=f"a tensor of shape {tuple(tensor.shape)}",
+                    where=name,
+                )
             if tuple(state[name].shape) != tuple(tensor.shape):
                 raise InputError(
                     f"{name} has shape {tuple(state[name].shape)} in the state dict",

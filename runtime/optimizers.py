@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -61,7 +62,14 @@ def optimizer_factory(
                 fix=f"did you mean {close[0]!r}?" if close else None,
             )
         optimizer = known[optimizer.lower()]
-    if isinstance(optimizer, type):
+    if not callable(optimizer):
+        raise InputError(
+            f"optimizer is of type {type(optimizer).__name__}",
+            expected='a name such as "adamw", a class of torch.optim, or a factory',
+            fix="ranks hold parts of parameters, so the optimizer is made on each of them: pass "
+            "its class and options, or a function of the parameters",
+        )
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         if optimizer.__name__ in _WHOLE_TENSOR:
             raise InputError(
                 f"{optimizer.__name__} needs whole tensors and cannot run on shards",
@@ -74,11 +82,30 @@ def optimizer_factory(
                 f"{optimizer.__name__} has no option {sorted(unknown)[0]!r}",
                 expected="some of " + ", ".join(sorted(allowed)),
             )
-        cls = optimizer
-        return lambda parameters: cls(parameters, **options)
+        make = _checked(functools.partial(optimizer, **options))
+        make([nn.Parameter(torch.zeros(1))])  # a wrong value is told now, not at the first step
+        return make
     if options:
         raise InputError(
             f"optimizer options {sorted(options)} beside an optimizer factory",
             fix="set them inside the factory",
         )
-    return optimizer
+    return _checked(optimizer)
+
+
+def _checked(make: Factory) -> Factory:
+    """`make`, with its errors and its result as a user should see them."""
+
+    def checked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            made = make(parameters)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the optimizer cannot be made: {error}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InputError(
+                f"the optimizer factory made an object of type {type(made).__name__}",
+                expected="a torch.optim.Optimizer",
+            )
+        return made
+
+    return checked

@@ -112,16 +112,24 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
         return _named(constraints, mesh)
     if not isinstance(constraints, Mapping):
         raise PlanError(
-            f"constraints are a {type(constraints).__name__}",
+            f"constraints are of type {type(constraints).__name__}",
             expected='a strategy name or a map such as {"heads": "tp", "batch": "dp"}',
         )
     order: dict[str, list[str]] = {name: [] for name in mesh.names}
     for factor, axes in constraints.items():
+        if not isinstance(factor, str):
+            raise PlanError(
+                f"constraints name a factor {factor!r}",
+                expected='names such as "heads", "ffn", "vocab", "batch" or "seq"',
+                where=f"constraints[{factor!r}]",
+            )
         for axis in axes if isinstance(axes, list | tuple) else (axes,):
             if not isinstance(axis, str) or axis not in order:
+                close = get_close_matches(str(axis), mesh.names, 1)
                 raise PlanError(
                     f"factor {factor!r} is put on mesh axis {axis!r}, which mesh {mesh} lacks",
                     expected="one of " + ", ".join(mesh.names),
+                    fix=f"did you mean {close[0]!r}?" if close else None,
                     where=f"constraints[{factor!r}]",
                 )
             order[axis].append(factor)

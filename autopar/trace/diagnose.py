@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError, TraceError
-from autopar.trace.places import describe_place, is_user_file, short_path
+from autopar.trace.places import calls_model, describe_place, is_user_file, short_path
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -29,7 +29,7 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, nn.Modul
 
     Returns:
         Path of the innermost module on the stack (None when there is none), that module, and
-        ``file:line`` of the innermost frame outside torch.
+        ``file:line`` of the innermost frame of the model that is outside torch.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     path, owner, line = None, None, ""
@@ -41,7 +41,9 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, nn.Modul
             if found is not None:
                 path, owner = found, module
         name = frame.f_code.co_filename
-        if is_user_file(name):
+        if calls_model(name, frame.f_code.co_name):
+            line = ""
+        elif is_user_file(name):
             line = f"{short_path(name)}:{number}"
     return path, owner, line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,31 @@ def check_leaves(leaves: Mapping[str, Any], what: str) -> None:
             expected="tensors, numbers, strings, None, and dicts, lists, tuples of them",
             fix=fix,
         )
+
+
+def check_loss_function(loss_fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a loss function that cannot be called as it will be.
+
+    Raises:
+        InputError: It is not callable, or takes another number of arguments.
+    """
+    form = "a function called as loss_fn(outputs, *args, *kwargs.values())"
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn is {describe(loss_fn)}", where="loss_fn", expected=form)
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return  # some builtins have none
+    try:
+        signature.bind(None, *args, *kwargs.values())
+    except TypeError as error:
+        inputs = [f"args[{index}]" for index in range(len(args))] + list(kwargs)
+        raise InputError(
+            f"loss_fn{signature} cannot take (outputs, {', '.join(inputs)}): {error}",
+            where="loss_fn",
+            expected=form,
+            fix="let it take the outputs and then every input; *rest takes those it ignores",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

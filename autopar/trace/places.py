@@ -12,11 +12,17 @@ from autopar.errors import TraceError
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in ')
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_TRACER = str(Path(__file__).parent / "tracer.py")
 
 
 def is_user_file(name: str) -> bool:
     """Whether a source file is neither torch's nor the tracer's."""
     return not name.startswith((_TORCH, _HERE, "<"))
+
+
+def calls_model(name: str, function: str) -> bool:
+    """Whether this frame calls the model: the frames outside it are of the tracer's caller."""
+    return name == _TRACER and function == "_run"
 
 
 def user_line(trace: str) -> str:
