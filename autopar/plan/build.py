@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
@@ -12,6 +13,7 @@ from autopar.plan.assign import assign, store_split
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.plan.remarks import remarks
 from autopar.plan.strategies import (
+    STANDARD,
     Constraints,
     check_factor_names,
     parse_constraints,
@@ -252,15 +254,9 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
     constraints = Constraints(
         strategy=plan.strategy, order=plan.order, storage=plan.storage, explicit=plan.explicit
     )
-    unknown = {axis for axis, _ in plan.order} | set(plan.storage)
-    unknown -= set(plan.device_mesh.names)
-    if unknown:
-        raise PlanError(
-            f"the plan splits over axis {sorted(unknown)[0]!r}, which its mesh lacks",
-            expected="one of " + ", ".join(plan.device_mesh.names),
-            where="plan: order",
-        )
-    sharded = place_graph(graph, plan.device_mesh, constraints, plan=plan)
+    factors = infer_factors(graph)
+    _check_order(plan, factors)
+    sharded = place_graph(graph, plan.device_mesh, constraints, factors, plan)
     for planned, item in zip(plan.parameters, graph.parameters(), strict=True):
         name = item.value.name
         words = tuple(_word(sharded, name, p) for p in sharded.inputs[name].forward)
@@ -272,6 +268,36 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
                 where=f"plan: parameters[{planned.fqn!r}].placement",
             )
     return sharded
+
+
+def _check_order(plan: Plan, factors: Factors) -> None:
+    """Refuse an order or a storage that does not speak of the mesh's axes and known factors."""
+    axes = plan.device_mesh.names
+    ordered = [axis for axis, _ in plan.order]
+    for axis in (*ordered, *plan.storage):
+        if axis not in axes:
+            raise PlanError(
+                f"the plan splits over axis {axis!r}, which its mesh lacks",
+                expected="one of " + ", ".join(axes),
+                where="plan: order" if axis in ordered else "plan: storage",
+            )
+    if sorted(ordered) != sorted(axes):
+        raise PlanError(
+            f"the plan says what the axes {ordered} split, its mesh has {list(axes)}",
+            expected="every axis of the mesh once",
+            where="plan: order",
+        )
+    known = {*factors.names(), *STANDARD}
+    for axis, names in plan.order:
+        for name in names:
+            if name.partition(".")[0] not in known:
+                close = get_close_matches(name, sorted(known), 1)
+                raise PlanError(
+                    f"the model has no factor {name!r}",
+                    expected="one of " + ", ".join(factors.names()),
+                    fix=f"did you mean {close[0]!r}?" if close else None,
+                    where=f"plan: order[{axis!r}]",
+                )
 
 
 def _check_same_model(plan: Plan, graph: Graph) -> None:
@@ -298,11 +324,12 @@ def _check_same_model(plan: Plan, graph: Graph) -> None:
         name = next(iter(have))
         raise refuse(f"this model has a parameter {name} that the plan lacks", "parameters")
     inputs = {i.target: _shape_text(i.value.spec) for i in graph.inputs if i.kind == "input"}
-    for path, text in plan.inputs:
-        if inputs.get(path) != text:
+    planned_inputs = dict(plan.inputs)
+    for path in dict.fromkeys((*planned_inputs, *inputs)):
+        there, here = planned_inputs.get(path, "absent"), inputs.get(path, "absent")
+        if there != here:
             raise refuse(
-                f"input {path} is {text} in the plan and {inputs.get(path, 'absent')} here",
-                f"inputs[{path!r}]",
+                f"input {path} is {there} in the plan and {here} here", f"inputs[{path!r}]"
             )
     if plan.graph != fingerprint(graph):
         raise refuse("parameters and inputs agree, but the computation differs", "graph")

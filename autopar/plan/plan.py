@@ -231,7 +231,7 @@ def _check_fields(data: Any, where: str) -> None:
     if not isinstance(data, dict):
         raise _fail(where, "$", type(data).__name__, "an object")
     version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise _fail(where, "schema_version", version, f"{SCHEMA_VERSION}, the only version so far")
     for name in data:
         if name not in _FIELDS:
@@ -247,7 +247,10 @@ def _plan(data: Any, where: str) -> Plan:
     """Check and build a plan from parsed JSON."""
     _check_fields(data, where)
     mesh = _pairs(data["mesh"], where, "mesh")
-    count = sum(len(prime_factors(size)) or 1 for _, size in Mesh(tuple(mesh)).axes)
+    try:
+        count = sum(len(prime_factors(size)) or 1 for _, size in Mesh(tuple(mesh)).axes)
+    except PlanError as error:
+        raise PlanError(error.what, expected=error.expected, where=f"{where}: mesh") from None
     parameters = _records(
         data["parameters"], where, "parameters", ParameterPlan,
         {"fqn": str, "shape": list, "dtype": str, "placement": list},

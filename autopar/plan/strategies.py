@@ -17,6 +17,9 @@ from autopar.sharding.mesh import Mesh
 MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
 """Factors that tensor parallelism splits, best first (Megatron-LM, arXiv 1909.08053)."""
 
+STANDARD = (*MODEL, "batch", "seq", "hidden", "channels")
+"""Factors that strategies put on axes, whether or not a model has them."""
+
 STRATEGIES = ("ddp", "fsdp", "megatron", "megatron_sp", "2d")
 
 
