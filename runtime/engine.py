@@ -256,7 +256,11 @@ class Engine:
                 self.tensors[name] = tensors[item.target].to(self.tensors[name]).clone()
 
     def replicas_differ(self) -> str | None:
-        """FQN of the first parameter whose copies are not bitwise equal; None if all are."""
+        """FQN of the first parameter whose copies are not bitwise equal; None if all are.
+
+        Every rank must call; each tells about the copies of its own part.
+        """
+        first = None
         for name, item in self.items.items():
             if item.kind != "parameter":
                 continue
@@ -268,6 +272,6 @@ class Engine:
             )
             ranks = self.sharded.mesh.ranks_along(axes, self.context.comm.rank)
             copies = self.context.comm.all_gather(self.tensors[name].detach(), ranks)
-            if not torch.equal(copies, copies[:1].expand_as(copies)):
-                return item.target
-        return None
+            if first is None and not torch.equal(copies, copies[:1].expand_as(copies)):
+                first = item.target  # go on: other ranks may see no difference and gather
+        return first

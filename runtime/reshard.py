@@ -93,7 +93,9 @@ class StepRunner:
         return self.context.comm.all_reduce(tensor, self.ranks)
 
     def _mask(self, tensor: Tensor) -> Tensor:
-        return tensor if self.index == 0 else torch.zeros_like(tensor)
+        # Of equal strides on all ranks: these decide the order of sums in backward kernels, and
+        # replicated gradients must be equal to the last bit.
+        return tensor.contiguous() if self.index == 0 else tensor.new_zeros(tensor.shape)
 
     def _slice(self, tensor: Tensor) -> Tensor:
         target = self.step.target

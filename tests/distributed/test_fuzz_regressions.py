@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from autopar.plan.build import make_plan
+from autopar.runtime.comm import Communicator
+from autopar.runtime.comm_threads import run_threads
+from autopar.runtime.engine import Engine
+from autopar.runtime.reshard import MeshContext, Reshard
 from autopar.sharding.factors import infer_factors
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.placement import PARTIAL, REPLICATE, Pair, Shard
 from autopar.trace import trace
 
 
@@ -28,3 +35,48 @@ def test_calls_that_differ_in_where_a_tensor_stands_have_different_rules():
         if node.op == "aten.index.Tensor"
     ]
     assert rules == ["d1, i0 -> i0 d1", "d0, i0 -> d0 i0"]
+
+
+def test_a_masked_value_has_the_same_strides_on_all_ranks():
+    # Torch's kernels choose the order of sums by the strides of their operands: with a view on the
+    # rank that keeps the value and zeros on the others, replicated gradients differed by an ulp.
+    mesh = Mesh((("x", 2), ("y", 2)))
+    whole = Pair((REPLICATE, REPLICATE), ())
+    wanted = Pair((PARTIAL, Shard(1, 1, 6)), ())
+
+    def strides(comm: Communicator) -> tuple[int, ...]:
+        move = Reshard(whole, wanted, (4, 6), MeshContext.create(mesh, comm))
+        return move(torch.arange(24.0).view(4, 6)).stride()
+
+    assert run_threads(4, strides) == [(3, 1)] * 4
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 6, bias=False), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).square().mean()
+
+
+def test_ranks_that_see_no_difference_do_not_wait_for_those_that_do():
+    model, x = _TwoLayers(), torch.randn(4, 4)
+    traced = trace(model, (x,), {})
+    mesh = Mesh((("x", 2), ("y", 2)))
+    _, sharded = make_plan(traced.graph, mesh, {"hidden": "x"})
+    assert sharded.inputs["up.weight"].forward == (Shard(0, 1, 6), REPLICATE)
+
+    def first(comm: Communicator) -> str | None:
+        ready = Engine(
+            sharded,
+            MeshContext.create(mesh, comm),
+            dict(model.named_parameters()),
+            loss=traced.loss,
+        )
+        if comm.rank == 0:
+            with torch.no_grad():
+                ready.parameters["up.weight"].add_(1)
+        return ready.replicas_differ()
+
+    assert run_threads(4, first, timeout_s=10.0) == ["up.weight", "up.weight", None, None]
