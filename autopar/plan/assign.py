@@ -166,11 +166,15 @@ def _check(
         for name in constraints.names(axis):
             sizes = [unit.size for unit in units if _matches(unit, name)]
             if sizes and name not in _ACTIVATIONS_ONLY:
+                size = math.prod(sizes)
+                others = [
+                    o for o in dict.fromkeys(owner) if o != axis and name in constraints.names(o)
+                ]
+                beside = f" beside those of axis {', '.join(map(repr, others))}" if others else ""
                 raise PlanError(
-                    f"factor {name!r} of size {math.prod(sizes)} cannot be split over the "
-                    f"{degree} ranks of axis {axis!r}",
-                    expected=f"at most {math.prod(sizes)} ranks on axis {axis!r}, or another "
-                    "factor on it",
+                    f"factor {name!r} of size {size} cannot be split over the {degree} ranks of "
+                    f"axis {axis!r}{beside}",
+                    expected=f"at most {size} ranks in all, or another factor on axis {axis!r}",
                     where=f"module {node.module or '(root)'}, {node.op} {node.source}".rstrip(),
                 )
 

@@ -258,7 +258,9 @@ def _plan(data: Any, where: str) -> Plan:
     for index, item in enumerate(parameters):
         path = f"parameters[{index}].placement"
         if len(_strings(list(item.placement), where, path)) != count:
-            raise _fail(where, path, list(item.placement), f"{count} words, one per sub-axis")
+            raise _fail(
+                where, path, list(item.placement), f"{count} words, one per sub-axis of the mesh"
+            )
     unruled = _records(
         data["unruled"], where, "unruled", UnruledOp,
         {"op": str, "module": str, "source": str, "size_bytes": int},
