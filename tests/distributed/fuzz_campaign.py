@@ -20,7 +20,7 @@ from tests.distributed.fuzz_models import BUILDERS, Subject, subject
 from tests.distributed.fuzz_shrink import Case, shrink
 
 MESHES = {
-    "x=2,y=2": 6, "x=4": 2, "x=2,y=2,z=2": 6, "y=2,x=4": 2, "x=3,y=2": 2, "x=2,y=3": 2,
+    "x=2,y=2": 6, "x=4": 2, "x=2,y=2,z=2": 5, "y=2,x=4": 1, "x=3,y=2": 2, "x=2,y=3": 2,
     "x=5": 1, "x=2,y=1,z=2": 1,
 }  # fmt: skip
 """User meshes and how often each is drawn."""
