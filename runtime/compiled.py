@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,6 +66,12 @@ def make_placements(
     return plan, sharded
 
 
+def _digest(tensor: Tensor) -> bytes:
+    """A hash of a tensor's values."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+
+
 class CompiledModel:
     """A model that trains under a plan. Made by `autopar.compile`.
 
@@ -85,6 +92,7 @@ class CompiledModel:
         self._engine: Engine | None = None
         self._plan: Plan | None = options.plan
         self._pending: dict[str, Tensor] = {}
+        self._batch_checked = False
 
     @property
     def plan(self) -> Plan:
@@ -154,6 +162,26 @@ class CompiledModel:
                         where=f"rank {self._comm.rank}",
                     )
 
+    def _check_same_batch(self, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse a first batch that the ranks do not share, as if each had a part of its own."""
+        self._batch_checked = True
+        if self._comm.world_size == 1:
+            return
+        mine = {name: _digest(tensor) for name, tensor in inputs.items()}
+        assert self._traced is not None
+        paths = {item.value.name: item.target for item in self._traced.graph.inputs}
+        for rank, other in enumerate(self._comm.gather_objects(mine)):
+            for name, digest in mine.items():
+                if other[name] != digest:
+                    raise RankError(
+                        f"rank {self._comm.rank} and rank {rank} were given a different "
+                        f"{paths[name]}",
+                        expected="the global batch, whole and equal on every rank",
+                        fix="load the same batch on every rank (same seed, no distributed "
+                        "sampler); the plan decides which rank works on which part",
+                        where=paths[name],
+                    )
+
     def _initial(self, traced: Traced) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {**traced.parameters, **traced.buffers}
         if any(tensor.is_meta for tensor in tensors.values()):
@@ -186,10 +214,14 @@ class CompiledModel:
 
         Raises:
             InputError: If an input differs from what the model was traced with.
+            RankError: In the first step, if the ranks were given different batches.
             NonFiniteError: On every rank, when the loss is NaN or infinite.
         """
         engine = self.build(args, kwargs)
-        return engine.step(self.inputs(args, kwargs))
+        inputs = self.inputs(args, kwargs)
+        if not self._batch_checked:
+            self._check_same_batch(inputs)
+        return engine.step(inputs)
 
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Loss and full gradients by FQN of a global batch, without an optimizer step."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ def optimizer_factory(
             f"optimizer options {sorted(options)} beside an optimizer factory",
             fix="set them inside the factory",
         )
-    return _checked(optimizer)
+    return _checked(cast(Factory, optimizer))
 
 
 def _checked(make: Factory) -> Factory:

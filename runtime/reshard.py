@@ -214,6 +214,8 @@ class Reshard(nn.Module):
 
     def extra_repr(self) -> str:
         """Steps in both directions, for people."""
-        ahead = "; ".join(str(runner.step) for runner in self.forward_steps)
-        back = "; ".join(str(runner.step) for runner in self.gradient_steps)
+        ahead, back = (
+            "; ".join(runner.step.text(runner.context.mesh.names) for runner in runners)
+            for runners in (self.forward_steps, self.gradient_steps)
+        )
         return f"forward: {ahead or 'none'} | backward: {back or 'none'}"

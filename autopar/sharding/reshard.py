@@ -48,8 +48,13 @@ class Step:
     after: Placements
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, names: tuple[str, ...] = ()) -> str:
+        """The step in words such as ``all_reduce@tp``; axes by number without their `names`."""
         parts = [str(item) for item in (self.source, self.target) if item]
-        return f"{self.kind}@{','.join(map(str, self.axes))} {'->'.join(parts)}".rstrip()
+        axes = ",".join(names[axis] if names else str(axis) for axis in self.axes)
+        return f"{self.kind}@{axes} {'->'.join(parts)}".rstrip()
 
 
 def _put(state: Placements, axis: int, value: Replicate | Partial | Shard) -> Placements:
