@@ -110,7 +110,9 @@ class StepRunner:
         sizes = _view(self.shape_before, target.dim, self.target_length, self.target_inner)
         pieces = self._pieces(tensor.reshape(sizes), self.target_chunks)
         out = self.context.comm.reduce_scatter(pieces, self.ranks)
-        return out.narrow(1, 0, self.target_chunks[self.index][1]).reshape(self.shape_after)
+        mine = out.narrow(1, 0, self.target_chunks[self.index][1])
+        # Dense where there was padding to cut off too, for the reason given in `_mask`.
+        return mine.reshape(self.shape_after).contiguous()
 
     @staticmethod
     def _pieces(view: Tensor, chunks: list[tuple[int, int]]) -> Tensor:

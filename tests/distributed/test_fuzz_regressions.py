@@ -51,6 +51,20 @@ def test_a_masked_value_has_the_same_strides_on_all_ranks():
     assert run_threads(4, strides) == [(3, 1)] * 4
 
 
+def test_an_uneven_reduce_scatter_gives_dense_tensors_on_all_ranks():
+    # With 5 columns in 2 parts, the smaller one was a view into its padded form.
+    mesh = Mesh((("x", 2),))
+    sums, wanted = Pair((PARTIAL,), ()), Pair((Shard(1, 1, 5),), ())
+
+    def result(comm: Communicator) -> Tensor:
+        return Reshard(sums, wanted, (4, 5), MeshContext.create(mesh, comm))(torch.ones(4, 5))
+
+    found = run_threads(2, result)
+    assert [part.shape[1] for part in found] == [3, 2]
+    assert all(part.is_contiguous() for part in found)
+    assert all(torch.equal(part, torch.full_like(part, 2)) for part in found)
+
+
 class _TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
