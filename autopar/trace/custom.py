@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import TraceError
 
@@ -39,6 +40,17 @@ class CustomFunction:
         args = [tensors[a.index] if isinstance(a, Slot) else a for a in self.arguments]
         leaves = pytree.tree_leaves(self.function.apply(*args))
         return tuple(leaf for leaf, kept in zip(leaves, self.kept, strict=True) if kept)
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the first op that draws random numbers: each rank would draw its own."""
+
+    found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.found:
+            self.found = str(func)
+        return func(*args, **kwargs or {})
 
 
 class CustomFunctions:
@@ -77,11 +89,15 @@ class CustomFunctions:
         run, arguments = self._running[key]
         versions = [tensor._version for tensor in tensors]
         args = [tensors[a.index] if isinstance(a, Slot) else a for a in arguments]
-        with torch.no_grad():
+        draws = _Draws()
+        with torch.no_grad(), draws:
             leaves, spec = pytree.tree_flatten(run(*args))
         cls = self._classes[key]
         if [tensor._version for tensor in tensors] != versions:
             raise _refused(cls, "writes its inputs in place", "return new tensors")
+        if draws.found:
+            fix = "draw them in forward, where all ranks draw the same, and pass them in"
+            raise _refused(cls, f"draws random numbers ({draws.found})", fix)
         kept = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         self._results[key] = (leaves, spec)
         self.calls[key] = CustomFunction(function=cls, arguments=arguments, kept=kept)

@@ -136,6 +136,29 @@ def test_a_custom_function_that_writes_its_input(capfd):
     assert "Writes" in text and "in place" in text
 
 
+def test_a_custom_function_that_draws_numbers(capfd):
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + torch.rand_like(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return Noise.apply(self.head(x))
+
+    case = Case(model=Root(), args=(torch.randn(4, 4),), loss=hostile.square)
+    text = refused(case, capfd)
+    assert "Noise" in text and "aten.rand_like" in text and "pass them in" in text
+
+
 def test_errors_are_one_kind():
     for kind in hostile.DATA_DEPENDENT:
         with pytest.raises(AutoparError):
