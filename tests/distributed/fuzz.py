@@ -137,6 +137,15 @@ def _copies_apart(ready: Engine) -> list[str]:
     return found
 
 
+def compare(ready: Engine, subject: Subject, want: State, thorough: bool) -> list[Difference]:
+    """Run one rank and say how it differs; every rank must call."""
+    rank = ready.context.comm.rank
+    found = differences(want, state(ready, subject, thorough), rank, TOLERANCE)
+    for apart in _copies_apart(ready) if thorough else ():
+        found.append(Difference(rank=rank, name=f"copies of {apart}", error=math.inf))
+    return found
+
+
 def run(
     subject: Subject, sharded: ShardedGraph, want: State, *, thorough: bool = False
 ) -> tuple[list[Difference], Program | None]:
@@ -156,10 +165,7 @@ def run(
     def rank(comm: Communicator) -> list[Difference]:
         ready = engine(subject, sharded, comm)
         programs[comm.rank] = ready.program("train")
-        found = differences(want, state(ready, subject, thorough), comm.rank, TOLERANCE)
-        for apart in _copies_apart(ready) if thorough else ():
-            found.append(Difference(rank=comm.rank, name=f"copies of {apart}", error=math.inf))
-        return found
+        return compare(ready, subject, want, thorough)
 
     try:
         results = run_threads(sharded.mesh.size, rank, timeout_s=30.0)

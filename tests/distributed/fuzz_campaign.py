@@ -12,9 +12,10 @@ from autopar.plan.build import apply_plan, describe
 from autopar.plan.plan import Plan
 from autopar.plan.random_plans import Habits, check_legal, random_choices, random_storage
 from autopar.plan.strategies import parse_constraints, split_axes
+from autopar.runtime.comm import Communicator
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph, shard_graph
-from tests.distributed.fuzz import State, run, solo
+from tests.distributed.fuzz import State, compare, engine, run, solo
 from tests.distributed.fuzz_coverage import STORAGE, Coverage, Key, choices_universe, steps_universe
 from tests.distributed.fuzz_models import BUILDERS, Subject, subject
 from tests.distributed.fuzz_shrink import Case, shrink
@@ -65,16 +66,19 @@ class Campaign:
         return set(steps_universe()).union(STORAGE, *map(universe, self.models))
 
 
-def draw(held: Subject, seed: int, coverage: Coverage | None = None) -> tuple[Mesh, ShardedGraph]:
+def draw(
+    held: Subject, seed: int, coverage: Coverage | None = None, mesh: Mesh | None = None
+) -> tuple[Mesh, ShardedGraph]:
     """A random plan of a model: the user's mesh and the placements.
 
     Args:
         held: The model.
         seed: Seed of the plan.
         coverage: When given, choices that reach something new are drawn more often.
+        mesh: The user's mesh; drawn as well when None.
     """
     source, name = random.Random(f"{held.name}/{seed}"), held.name
-    mesh = _mesh(name, source, coverage)
+    mesh = mesh or _mesh(name, source, coverage)
     fine = split_axes(mesh)[0]
     graph, factors = held.traced.graph, held.factors
     habits = Habits(follow=source.choice((0.0, 0.3, 0.6)), eager=0.7)
@@ -145,6 +149,18 @@ def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -
                 result.failures.append(f"{name}, seed {seed}, mesh {mesh}: plan file: {changed}")
     result.seconds += time.perf_counter() - start
     return result
+
+
+def on_rank(comm: Communicator, name: str, seeds: tuple[int, ...]) -> list[str]:
+    """Body of one process: run plans of a model on all ranks of a job, thoroughly."""
+    found: list[str] = []
+    for seed in seeds:
+        mesh = Mesh.parse({4: "x=2,y=2", 3: "x=3"}[comm.world_size])
+        _, sharded = draw(subject(name), seed, mesh=mesh)
+        ready = engine(subject(name), sharded, comm)
+        wrong = compare(ready, subject(name), reference(name), thorough=True)
+        found += [f"{name}, seed {seed}, mesh {mesh}: {item}" for item in wrong]
+    return found
 
 
 def schedule(count: int, start: int = 0) -> list[tuple[str, int]]:

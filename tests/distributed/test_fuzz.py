@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from autopar.runtime.launch import LocalRanks
 from tests.distributed.fuzz import TOLERANCE, differences, solo
-from tests.distributed.fuzz_campaign import Campaign, campaign, directed, reference, schedule
+from tests.distributed.fuzz_campaign import (
+    Campaign,
+    campaign,
+    directed,
+    on_rank,
+    reference,
+    schedule,
+)
 from tests.distributed.fuzz_models import BUILDERS, build, eager, subject, whole
 
 CI_PLANS = 150
@@ -43,6 +53,14 @@ def test_no_random_plan_differs_from_one_device(fuzzed: Campaign):
 def test_random_plans_reach_every_choice_lowering_and_reshard(fuzzed: Campaign):
     missing = fuzzed.coverage.missing(fuzzed.universe())
     assert not missing, "\n".join(map(str, missing))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "count"), [("gpt", 3), ("resnet", 4), ("moe", 4)])
+def test_random_plans_on_processes(name: str, count: int, local_ranks: Callable[[int], LocalRanks]):
+    # Threads exchange tensors in their own way; gloo pads, copies and orders in another.
+    for found in local_ranks(count).run(on_rank, name, (0, 1, 2)):
+        assert not found, "\n".join(found)
 
 
 @pytest.mark.long
