@@ -3,7 +3,8 @@
 Runs the plan on local ranks beside one device and compares the loss of every step, all gradients
 of the first step, and all parameters and buffers after k optimizer steps.
 
-Errors are relative to the tensor's own largest value. Values that are zero in exact arithmetic
+Errors are relative to the tensor's own largest value, those of losses to the largest of the run (a
+loss may pass through zero). Values that are zero in exact arithmetic
 (the gradient of a key bias, or of a bias before a batch norm) hold only rounding noise, which no
 two summation orders share; so gradients are judged relative to at least so much of the model's
 largest gradient that 32 units in its last place are within the tolerance (19 were measured for a
@@ -276,7 +277,8 @@ def _compare(task: VerifyTask, want: dict[str, Any], have: dict[str, Any], dtype
         default=0.0,
     )
     noise = min(1.0, NOISE * EPS[dtype] / TOLERANCES[dtype]) * largest
-    floors = {"loss": 0.0, "gradient": noise, "buffer": 0.0}
+    losses = [abs(float(loss)) for loss in want["loss"].values()]
+    floors = {"loss": max(losses, default=0.0), "gradient": noise, "buffer": 0.0}
     floors["parameter"] = LEARNING_RATE * task.steps
     rows: list[Row] = []
     for kind in ("loss", "gradient", "buffer", "parameter"):
