@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.comm import Communicator
+
+
+# Torch's default generator is one per process, and ranks may be threads of one.
+_SEEDED = threading.Lock()
 
 
 def _module_seed(seed: int, path: str) -> int:
@@ -59,7 +64,7 @@ def materialise(model: nn.Module, seed: int = 0) -> nn.Module:
                 fix="give the class a reset_parameters() method, or build the model on the CPU",
                 where=path or "(root)",
             )
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _SEEDED, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_module_seed(seed, path))
             reset()
     return real

@@ -149,7 +149,8 @@ def test_meta_tied_weights_stay_tied():
     case = Case(model=model, args=(torch.randint(0, 30, (4, 7)),), loss=language.next_token)
     state = alone(case).state_dict()
     assert torch.equal(state["embed.weight"], state["unembed.weight"])
-    assert compare(case, "dp=2,tp=2", "megatron").equal
+    for _ in range(4):  # ranks that are threads share the generator that initialises
+        assert compare(case, "dp=2,tp=2", "megatron", dtype="float64", steps=1).equal
 
 
 def test_meta_without_reset_is_refused_by_name():
