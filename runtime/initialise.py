@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from autopar.errors import InputError
 from autopar.runtime.comm import Communicator
 
-
 # Torch's default generator is one per process, and ranks may be threads of one.
 _SEEDED = threading.Lock()
 
