@@ -18,6 +18,8 @@ from tests.distributed.fuzz_shrink import Case, shrink, smallest
 MAX_PLANS = 12
 """A campaign of 150 plans gives every model at least 15."""
 
+MISFITS = ("AttributeError", "TypeError", "NameError", "KeyError")
+
 
 @pytest.mark.parametrize("name", BUGS)
 def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -35,6 +37,8 @@ def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
         coverage.add(right, sharded, program)
     else:
         pytest.fail(f"{MAX_PLANS} plans do not notice it")
+    # A wrong value, or shapes that do not meet; not a mistake that no longer fits the code.
+    assert not any(word in item.name for item in found for word in MISFITS), found[0]
     _, sharded = draw(right, seed, coverage)
     assert not run(right, sharded, want)[0]
 
