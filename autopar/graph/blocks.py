@@ -6,12 +6,16 @@ outside values by first use. Blocks whose hashes agree, and which agree node by 
 compared (`_Walk` writes the same canonical form for both), are copies. Outermost
 candidates that repeat win; the nodes of one that does not repeat may still hold smaller ones.
 The whole takes time linear in the number of nodes times the depth of module paths.
+
+Tracing copies calls (`Graph.runs`). A block that is a copied run has the form of another copy
+when it takes values of the same specs and kinds, each in the same places: no need to look at its
+calls one by one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.graph.ir import Arg, Graph, Node, Ref
@@ -44,12 +48,27 @@ class Block:
         return len(self.nodes[0])
 
 
-def _prefixes(module: str) -> Iterable[str]:
+def _prefixes(module: str) -> tuple[str, ...]:
     """Paths above and including `module` that end in a number, outermost first."""
     parts = module.split(".")
-    for depth, part in enumerate(parts, 1):
-        if part.isdigit():
-            yield ".".join(parts[:depth])
+    return tuple(".".join(parts[:depth]) for depth, part in enumerate(parts, 1) if part.isdigit())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """The calls of one module path.
+
+    Attributes:
+        path: The path.
+        indexes: The calls.
+        form: Number of the canonical form; equal for isomorphic subgraphs.
+        outside: Values taken from outside, by first use.
+    """
+
+    path: str
+    indexes: tuple[int, ...]
+    form: int
+    outside: tuple[str, ...]
 
 
 class _Walk:
@@ -58,7 +77,7 @@ class _Walk:
     def __init__(
         self, graph: Graph, path: str, indexes: list[int], kinds: Mapping[str, str]
     ) -> None:
-        self.path, self.indexes, self.kinds = path, tuple(indexes), kinds
+        self.path, self.kinds = path, kinds
         self.inside: dict[str, tuple[int, int]] = {}
         self.outside: dict[str, int] = {}
         self.form: list[object] = []
@@ -91,7 +110,13 @@ class _Walk:
         return (type(arg).__name__, repr(arg))
 
 
-class _Finder:
+class _Forms:
+    """Numbers the forms of candidates.
+
+    Args:
+        graph: The graph.
+    """
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.kinds = {
@@ -99,55 +124,124 @@ class _Finder:
             for item in graph.inputs
             if item.kind in ("parameter", "buffer")
         }
-        self.members: dict[str, list[int]] = defaultdict(list)
-        for index, node in enumerate(graph.nodes):
-            for prefix in _prefixes(node.module):
-                self.members[prefix].append(index)
-        self.users: dict[str, list[int]] = defaultdict(list)
-        for index, node in enumerate(graph.nodes):
-            for name in node.operands:
-                self.users[name].append(index)
-        self.returned = {item.value for item in graph.outputs}
+        self.runs = {run.start: run for run in graph.runs}
+        self.numbers: dict[object, int] = {}
+        self.originals: dict[object, _Original] = {}
 
-    def find(self, smallest: int) -> tuple[Block, ...]:
-        by_depth: dict[int, list[str]] = defaultdict(list)
-        for path in self.members:
-            by_depth[sum(part.isdigit() for part in path.split("."))].append(path)
-        taken: set[int] = set()
-        blocks: list[Block] = []
-        for depth in sorted(by_depth):
-            groups: dict[object, list[_Walk]] = defaultdict(list)
-            for path in by_depth[depth]:
-                indexes = self.members[path]
-                if len(indexes) < smallest or indexes[0] in taken:
-                    continue
-                walk = _Walk(self.graph, path, indexes, self.kinds)
-                groups[tuple(walk.form)].append(walk)
-            for walks in groups.values():
-                if len(walks) > 1:
-                    blocks.append(self._block(walks))
-                    taken.update(index for walk in walks for index in walk.indexes)
-        return tuple(sorted(blocks, key=lambda block: block.nodes[0][0]))
+    def candidate(self, path: str, indexes: list[int]) -> _Candidate:
+        """The candidate that the calls `indexes` of `path` are."""
+        run = self.runs.get(indexes[0])
+        if run is None or run.stop != indexes[-1] + 1 or run.stop - run.start != len(indexes):
+            return self._walked(path, indexes)
+        tails = run.path[len(path) :], path[len(run.path) :]
+        key = (run.original, tails)
+        original = self.originals.get(key)
+        if original is not None:
+            outside = tuple(
+                self.graph.nodes[run.start + place].operands[slot]
+                for place, slot in original.places
+            )
+            if len(set(outside)) == len(outside) and self._taken(outside) == original.taken:
+                return _Candidate(
+                    path=path, indexes=tuple(indexes), form=original.form, outside=outside
+                )
+        found = self._walked(path, indexes)
+        self.originals.setdefault(key, self._original(found))
+        return found
 
-    def _block(self, walks: list[_Walk]) -> Block:
-        places: set[tuple[int, int]] = set()
-        for walk in walks:
-            last = set(walk.indexes)
-            for name, place in walk.inside.items():
-                used = any(index not in last for index in self.users.get(name, ()))
-                if used or name in self.returned:
-                    places.add(place)
-        ordered = sorted(places)
-        nodes = self.graph.nodes
-        return Block(
-            paths=tuple(walk.path for walk in walks),
-            nodes=tuple(walk.indexes for walk in walks),
-            inputs=tuple(tuple(walk.outside) for walk in walks),
-            outputs=tuple(
-                tuple(nodes[walk.indexes[place]].outputs[slot].name for place, slot in ordered)
-                for walk in walks
-            ),
+    def _walked(self, path: str, indexes: list[int]) -> _Candidate:
+        walk = _Walk(self.graph, path, indexes, self.kinds)
+        number = self.numbers.setdefault(tuple(walk.form), len(self.numbers))
+        return _Candidate(
+            path=path, indexes=tuple(indexes), form=number, outside=tuple(walk.outside)
         )
+
+    def _taken(self, outside: tuple[str, ...]) -> list[object]:
+        return [(self.graph.spec(name), self.kinds.get(name)) for name in outside]
+
+    def _original(self, candidate: _Candidate) -> _Original:
+        places: dict[str, tuple[int, int]] = {}
+        for place, index in enumerate(candidate.indexes):
+            for slot, name in enumerate(self.graph.nodes[index].operands):
+                places.setdefault(name, (place, slot))
+        return _Original(
+            form=candidate.form,
+            places=[places[name] for name in candidate.outside],
+            taken=self._taken(candidate.outside),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Original:
+    """A copied run whose form is known.
+
+    Attributes:
+        form: Number of its form.
+        places: First use of each value from outside, as (call, operand).
+        taken: Spec and kind of each.
+    """
+
+    form: int
+    places: list[tuple[int, int]]
+    taken: list[object]
+
+
+def _candidates(graph: Graph, smallest: int) -> list[list[_Candidate]]:
+    """Groups of candidates with equal forms; no call is in two."""
+    members: dict[str, list[int]] = defaultdict(list)
+    prefixes: dict[str, list[list[int]]] = {}
+    for index, node in enumerate(graph.nodes):
+        lists = prefixes.get(node.module)
+        if lists is None:
+            lists = prefixes[node.module] = [members[path] for path in _prefixes(node.module)]
+        for found in lists:
+            found.append(index)
+    by_depth: dict[int, list[str]] = defaultdict(list)
+    for path in members:
+        by_depth[sum(part.isdigit() for part in path.split("."))].append(path)
+    forms = _Forms(graph)
+    taken: set[int] = set()
+    chosen: list[list[_Candidate]] = []
+    for depth in sorted(by_depth):
+        groups: dict[int, list[_Candidate]] = defaultdict(list)
+        for path in by_depth[depth]:
+            indexes = members[path]
+            if len(indexes) >= smallest and indexes[0] not in taken:
+                candidate = forms.candidate(path, indexes)
+                groups[candidate.form].append(candidate)
+        for group in groups.values():
+            if len(group) > 1:
+                chosen.append(group)
+                taken.update(index for candidate in group for index in candidate.indexes)
+    return chosen
+
+
+def _block(graph: Graph, group: list[_Candidate], crossing: set[str | None]) -> Block:
+    """The block of candidates that are alike.
+
+    Args:
+        graph: The graph.
+        group: The candidates.
+        crossing: Values that are used outside the candidate that makes them, if one does.
+    """
+    nodes = graph.nodes
+    places = {
+        (place, slot)
+        for candidate in group
+        for place, index in enumerate(candidate.indexes)
+        for slot, value in enumerate(nodes[index].outputs)
+        if value.name in crossing
+    }
+    ordered = sorted(places)
+    return Block(
+        paths=tuple(candidate.path for candidate in group),
+        nodes=tuple(candidate.indexes for candidate in group),
+        inputs=tuple(candidate.outside for candidate in group),
+        outputs=tuple(
+            tuple(nodes[candidate.indexes[place]].outputs[slot].name for place, slot in ordered)
+            for candidate in group
+        ),
+    )
 
 
 def find_blocks(graph: Graph, *, smallest: int = 2) -> tuple[Block, ...]:
@@ -160,4 +254,15 @@ def find_blocks(graph: Graph, *, smallest: int = 2) -> tuple[Block, ...]:
     Returns:
         Blocks with at least two copies; no node is in two of them.
     """
-    return _Finder(graph).find(smallest)
+    chosen = _candidates(graph, smallest)
+    crossing: set[str | None] = {item.value for item in graph.outputs}
+    inside: set[int] = set()
+    for group in chosen:
+        for candidate in group:
+            crossing.update(candidate.outside)
+            inside.update(candidate.indexes)
+    for index, node in enumerate(graph.nodes):
+        if index not in inside:
+            crossing.update(node.operands)
+    blocks = [_block(graph, group, crossing) for group in chosen]
+    return tuple(sorted(blocks, key=lambda block: block.nodes[0][0]))

@@ -105,7 +105,8 @@ def iter_refs(arg: Arg) -> Iterator[Ref]:
         yield arg
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from iter_refs(item)
+            if type(item) is not int:
+                yield from iter_refs(item)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +136,16 @@ class Node:
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensor operands in order (args, then kwargs); a name may repeat."""
-        refs = [ref.name for arg in self.args for ref in iter_refs(arg)]
-        refs += [ref.name for _, arg in self.kwargs for ref in iter_refs(arg)]
-        return tuple(refs)
+        names: list[str] = []
+        for arg in self.args:
+            if type(arg) is Ref:
+                names.append(arg.name)
+            elif type(arg) is tuple:
+                names += [ref.name for ref in iter_refs(arg)]
+        for _, arg in self.kwargs:
+            if type(arg) is Ref or type(arg) is tuple:
+                names += [ref.name for ref in iter_refs(arg)]
+        return tuple(names)
 
 
 InputKind = Literal["parameter", "buffer", "constant", "input"]
@@ -180,12 +188,36 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Consecutive calls that were copied, with others, from one original.
+
+    Attributes:
+        start: Index of the first call.
+        stop: Index after the last.
+        original: Equal for copies of the same calls.
+        path: Path that stands in this copy's module paths where other copies have theirs.
+    """
+
+    start: int
+    stop: int
+    original: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A model as a list of operator calls."""
+    """A model as a list of operator calls.
+
+    Whoever makes a graph by copying calls may say so with `copied`, given with the tuple of nodes
+    that it speaks of, so that a graph made of this one with other nodes has no `runs`.
+    """
 
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
+    copied: tuple[tuple[Node, ...], tuple[Run, ...]] = field(
+        default=((), ()), repr=False, compare=False
+    )
     _specs: dict[str, TensorSpec] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,6 +228,12 @@ class Graph:
         for node in self.nodes:
             for value in node.outputs:
                 specs[value.name] = value.spec
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The copied calls, in order, as far as they are known."""
+        nodes, runs = self.copied
+        return runs if nodes is self.nodes else ()
 
     def spec(self, name: str) -> TensorSpec:
         """Spec of the value called `name`."""

@@ -173,12 +173,16 @@ class _Samples:
         self.value: dict[str, str] = {}
         given = {item.value.name for item in graph.inputs}
         for block in blocks:
+            samples = [
+                (sample, slot, value.name)
+                for sample in block.nodes[1]
+                for slot, value in enumerate(graph.nodes[sample].outputs)
+            ]
             for copy in range(2, block.count - 1):
-                for index, sample in zip(block.nodes[copy], block.nodes[1], strict=True):
-                    self.node[index] = sample
-                    outputs = graph.nodes[index].outputs, graph.nodes[sample].outputs
-                    pairs = zip(*outputs, strict=True)
-                    self.value.update((mine.name, theirs.name) for mine, theirs in pairs)
+                own = dict(zip(block.nodes[1], block.nodes[copy], strict=True))
+                self.node.update((index, sample) for sample, index in own.items())
+                for sample, slot, theirs in samples:
+                    self.value[graph.nodes[own[sample]].outputs[slot].name] = theirs
                 for name, sample_name in zip(block.inputs[copy], block.inputs[1], strict=True):
                     if name in given and name != sample_name:
                         self.value[name] = sample_name
@@ -324,9 +328,10 @@ _LINEAR = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")
 
 
 def _from_inputs(graph: Graph) -> set[str]:
-    """Names of the values that depend on a user input."""
+    """Names of the values that depend on a user input, as far as there are embeddings."""
     found = {item.value.name for item in graph.inputs if item.kind == "input"}
-    for node in graph.nodes:
+    last = max((i for i, node in enumerate(graph.nodes) if node.op == _EMBEDDING), default=0)
+    for node in graph.nodes[:last]:
         if not found.isdisjoint(node.operands):
             found.update(value.name for value in node.outputs)
     return found

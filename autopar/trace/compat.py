@@ -8,24 +8,39 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
-from autopar.trace.places import is_user_file
+from autopar.trace.places import calls_model, is_user_file
 
+# The class between torch.autograd.Function and its base in C++, None in releases without it.
+_FUNCTION: Any = next(
+    (
+        kind
+        for kind in torch.autograd.Function.__mro__[1:]
+        if kind.__module__ == "torch.autograd.function"
+    ),
+    None,
+)
+_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
 LIBRARY = torch.library.Library("autopar", "DEF")
-LIBRARY.define("enter(Tensor[] inputs, str key) -> ()")
-LIBRARY.define("leave(Tensor[] outputs, str key) -> ()")
-LIBRARY.define("repeat(Tensor[] inputs, str key) -> Tensor[]")
-LIBRARY.define("repeat.one(Tensor[] inputs, str key) -> Tensor")
-LIBRARY.define("custom_function(Tensor[] inputs, str key) -> Tensor[]")
+for _schema in (
+    "enter(Tensor[] inputs, str key) -> ()",
+    "leave(Tensor[] outputs, str key) -> ()",
+    "repeat(Tensor[] inputs, str key) -> Tensor[]",
+    "repeat.one(Tensor[] inputs, str key) -> Tensor",
+    "custom_function(Tensor[] inputs, str key) -> Tensor[]",
+):  # a flexible layout keeps torch from storing the strides of every input with the call
+    LIBRARY.define(_schema, tags=(torch.Tag.flexible_layout,))
 # Markers have no results; without this, export's clean-up would take them for dead code.
 for _name in ("enter", "leave"):
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
@@ -129,16 +144,8 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
 
     ``run(*args)`` is the plain ``cls.apply``.
     """
-    base = next(
-        (
-            kind
-            for kind in torch.autograd.Function.__mro__[1:]
-            if kind.__module__ == "torch.autograd.function"
-        ),
-        None,
-    )
-    owner: Any = base or torch.autograd.Function
-    original = owner.apply.__func__ if base is None else None
+    owner: Any = _FUNCTION or torch.autograd.Function
+    original = owner.apply.__func__ if _FUNCTION is None else None
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if original is None:
@@ -150,18 +157,116 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_lines() -> Iterator[None]:
-    """Calls do not remember where they were made, which is a fifth of what tracing one costs."""
+def no_lines() -> Iterator[Any]:
+    """Calls do not remember where they were made, which is a fifth of what tracing one costs.
+
+    Yields the tracer whose calls these are.
+    """
     find = getattr(proxy_tensor, "get_proxy_mode", lambda: None)
     tracer: Any = getattr(find(), "tracer", None)
     recording = getattr(tracer, "record_stack_traces", False)
     if recording:
         tracer.record_stack_traces = False
     try:
-        yield
+        yield tracer
     finally:
         if recording:
             tracer.record_stack_traces = True
+
+
+class Meta(NamedTuple):
+    """What a tensor is like without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Meta:
+        """The meta of `tensor`, read past the modes that watch a traced model."""
+        with torch._C.DisableTorchFunction():
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like this one, made under the modes that are active."""
+        shape, stride, dtype, device, _ = self
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+class _Differentiable(torch.autograd.Function):
+    """Makes a fake tensor that requires a gradient and is no leaf, as the result of a layer is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, mode: Any, base: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
+        """The fake tensor of `base`; `anchor` requires a gradient."""
+        return FakeTensor(mode, base, device)
+
+
+# Past `intercepted_functions`, which looks for the functions of the user.
+_differentiable: Any = super(_FUNCTION or torch.autograd.Function, _Differentiable).apply  # type: ignore[arg-type]
+_ANCHOR = torch.empty((), requires_grad=True)
+
+
+def write_call(
+    target: Any, tensors: list[torch.Tensor], key: str, metas: list[Meta]
+) -> list[torch.Tensor] | None:
+    """Write a call of `target` into the graph that is being traced, and make its results.
+
+    This is what torch does with a call of an operator, less its way through the dispatcher, the
+    cache of fake tensors and the guesses at constants: a tenth of the time.
+
+    Args:
+        target: Operator with the schema ``(Tensor[] inputs, str key)``, of one result or a list.
+        tensors: Its inputs.
+        key: Its key.
+        metas: What the results are like.
+
+    Returns:
+        The results, or None, with the graph as it was, when this torch traces in another way.
+    """
+    written: list[torch.fx.Node] = []
+    try:
+        with no_lines() as tracer, torch._C.DisableTorchFunction():
+            slots = [tracer.tensor_tracker.get(tensor) for tensor in tensors]
+            if any(type(tensor) is not FakeTensor for tensor in tensors) or None in slots:
+                return None
+            mode = tensors[0].fake_mode  # type: ignore[attr-defined]
+            made = [_fake(mode, meta) for meta in metas]
+            operands = [slot.proxy.node for slot in slots]
+            node = tracer.create_node("call_function", target, (operands, key), {})
+            written.append(node)
+            nodes = [node]
+            if str(target._schema.returns[0].type) != "Tensor":
+                node.meta["val"] = [kept for _, kept in made]
+                nodes = [
+                    tracer.create_node("call_function", operator.getitem, (node, place), {})
+                    for place in range(len(made))
+                ]
+                written += nodes
+            for item, (given, kept) in zip(nodes, made, strict=True):
+                item.meta["val"] = kept
+                proxy = tracer.proxy(item)
+                proxy_tensor.track_tensor(given, proxy, constant=None, tracer=tracer)
+    except (AttributeError, TypeError, AssertionError):
+        for node in reversed(written):
+            node.graph.erase_node(node)
+        return None
+    return [given for given, _ in made]
+
+
+def _fake(mode: Any, meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fake tensors on the same memory: one for the model, one for the graph to keep."""
+    with torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH):
+        base = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        kept = FakeTensor(mode, base, meta.device)
+        if meta.grad:
+            return _differentiable(_ANCHOR, mode, base, meta.device), kept
+        return FakeTensor(mode, base, meta.device), kept
 
 
 @contextlib.contextmanager
@@ -174,11 +279,32 @@ def _user_lines() -> Iterator[None]:
     name = "_filter_traceback_frames"
 
     def innermost(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        kept = [frame for frame in frames if is_user_file(frame.filename)]
+        calls = [i for i, frame in enumerate(frames) if calls_model(frame.filename, frame.name)]
+        inside = frames[calls[-1] + 1 :] if calls else frames
+        kept = [frame for frame in inside if is_user_file(frame.filename)]
         return traceback.StackSummary.from_list(kept[-1:])
 
     owner = torch.fx.proxy.TracerBase
     with patched(owner, name, innermost) if hasattr(owner, name) else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Graph modules get Python code when they are first called, not whenever they change.
+
+    torch.export changes its graph in half a dozen passes and never calls it.
+    """
+    compile_now = torch.fx.GraphModule.recompile
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compile_now(self)
+        return self.forward(*args, **kwargs)
+
+    def later(self: Any) -> None:
+        type(self).forward = forward
+
+    with patched(torch.fx.GraphModule, "recompile", later):
         yield
 
 
@@ -199,6 +325,6 @@ def _quiet() -> Iterator[None]:
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """The training IR of `module` on `inputs`, with gradients enabled."""
-    with torch.enable_grad(), _user_lines(), _quiet(), warnings.catch_warnings():
+    with torch.enable_grad(), _user_lines(), _quiet(), _uncompiled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(module, inputs, strict=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from autopar.graph.ir import Graph, Node, Ref, Value, map_refs
+from autopar.graph.dce import Numberer, Template, live_inputs, live_nodes
+from autopar.graph.ir import Graph, Node, Output, Ref, Run, Value, map_refs
 from autopar.graph.mutations import HIDDEN_WRITES, is_inplace
 from autopar.graph.views import ALIASES
 from autopar.trace.grouping import Group
@@ -24,15 +25,64 @@ class _Body:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     nodes: tuple[Node, ...]
+    known: dict[frozenset[str], tuple[list[Template], list[str]]] = field(default_factory=dict)
+
+    def templates(self, wanted: frozenset[str]) -> tuple[list[Template], list[str]]:
+        """The calls that some of the outputs need, and the values that these need from outside."""
+        found = self.known.get(wanted)
+        if found is None:
+            live = set(wanted)
+            kept = live_nodes(reversed(self.nodes), live)
+            made = {value.name for node in kept for value in node.outputs}
+            templates = [Template(node) for node in reversed(kept)]
+            found = self.known[wanted] = templates, sorted(live - made)
+        return found
+
+    @property
+    def tidy(self) -> bool:
+        """Whether all calls were made by modules inside the member."""
+        return not any(_relative(n.module, self.path).startswith("!") for n in self.nodes)
+
+    def modules(self, path: str) -> dict[str, str]:
+        """Module paths of the body's calls to those of the member at `path`."""
+        result = {}
+        for module in {node.module for node in self.nodes}:
+            tail = _relative(module, self.path)
+            result[module] = module if tail.startswith("!") else path + tail
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """An opaque call that stands for a body.
+
+    Attributes:
+        body: The body.
+        path: Path of the member that is called.
+        mapping: Values outside that the body uses to those that the copy uses.
+        results: Names of the call's results, one per output of the body.
+    """
+
+    body: _Body
+    path: str
+    mapping: dict[str, str]
+    results: tuple[str, ...]
 
 
 class _Expander:
+    """Resolves markers and opaque calls.
+
+    In exact mode, calls outside of bodies become a `_Copy` each, written by `_write`; all other
+    calls are replaced by copies of their body at once.
+    """
+
     def __init__(
         self, graph: Graph, copies: set[str], repeater: Repeater, state: Any, exact: bool
     ) -> None:
         self.graph, self.copies, self.repeater = graph, copies, repeater
         self.state = state
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | _Copy] = []
+        self.open_bodies: list[tuple[int, tuple[str, ...]]] = []
         self.rename: dict[str, str] = {}
         self.internal: dict[str, str] = {}
         self.leaking: set[str] = set()
@@ -42,15 +92,14 @@ class _Expander:
         self.counter = 0
 
     def run(self) -> Graph:
-        open_bodies: list[tuple[int, tuple[str, ...]]] = []
         for node in self.graph.nodes:
             if self.rename:
                 node = _renamed(node, self.rename)
             if node.op == "autopar.enter.default":
                 self._check(node.operands)
-                open_bodies.append((len(self.nodes), node.operands))
+                self.open_bodies.append((len(self.nodes), node.operands))
             elif node.op == "autopar.leave.default":
-                start, inputs = open_bodies.pop()
+                start, inputs = self.open_bodies.pop()
                 self._close(node, start, inputs)
             elif node.op.startswith("autopar.repeat."):
                 self._check(node.operands)
@@ -67,7 +116,45 @@ class _Expander:
             outputs.append(item)
         if self.leaking:
             raise RegroupError(frozenset(self.leaking), "values made inside are used outside")
-        return Graph(inputs=self.graph.inputs, nodes=tuple(self.nodes), outputs=tuple(outputs))
+        if self.exact:
+            return self._write(tuple(outputs))
+        nodes = tuple(node for node in self.nodes if isinstance(node, Node))
+        return Graph(inputs=self.graph.inputs, nodes=nodes, outputs=tuple(outputs))
+
+    def _write(self, outputs: tuple[Output, ...]) -> Graph:
+        """The graph with every copy written out, without dead calls, its values numbered."""
+        live = {item.value for item in outputs if item.value is not None}
+        kept: list[tuple[Node | _Copy, list[Template], dict[str, str]]] = []
+        for item in reversed(self.nodes):
+            if isinstance(item, Node):
+                kept += [(node, [Template(node)], {}) for node in live_nodes([item], live)]
+                continue
+            pairs = zip(item.results, item.body.outputs, strict=True)
+            wanted = frozenset(inner for outer, inner in pairs if outer in live)
+            templates, needed = item.body.templates(wanted)
+            taken = {inner: item.mapping.get(inner, inner) for inner in needed}
+            live.update(taken.values())
+            kept.append((item, templates, taken))
+        runs: list[Run] = []
+        originals: dict[int, int] = {}
+        writer = Numberer(live_inputs(self.graph.inputs, live))
+        for item, templates, taken in reversed(kept):
+            if isinstance(item, Node):
+                writer.write(templates[0], writer.refs, item.module)
+                continue
+            refs = {inner: writer.refs[outer] for inner, outer in taken.items()}
+            modules = item.body.modules(item.path)
+            start = len(writer.nodes)
+            for template in templates:
+                writer.write(template, refs, modules[template.node.module])
+            if item.body.tidy:
+                original = originals.setdefault(id(templates), len(originals))
+                stop = len(writer.nodes)
+                runs.append(Run(start=start, stop=stop, original=original, path=item.path))
+            for outer, inner in zip(item.results, item.body.outputs, strict=True):
+                if inner in refs:
+                    writer.refs[outer] = refs[inner]
+        return writer.graph(outputs, tuple(runs))
 
     def _check(self, names: tuple[str, ...]) -> None:
         """No value made inside a closed body is used outside, other than its results."""
@@ -86,7 +173,7 @@ class _Expander:
             index=index,
             inputs=inputs,
             outputs=node.operands,
-            nodes=tuple(self.nodes[start:]),
+            nodes=tuple(node for node in self.nodes[start:] if isinstance(node, Node)),
         )
         self._seal(body, group)
         known = self.bodies.get(record.number)
@@ -106,7 +193,7 @@ class _Expander:
         made = {value.name for item in body.nodes for value in item.outputs}
         results = set(body.outputs)
         for item in body.nodes:
-            same = is_inplace(item.op) or self._is_operand(item)
+            same = not self.exact and (is_inplace(item.op) or self._is_operand(item))
             target = item.operands[0] if same else None
             for value in item.outputs:
                 if target is not None:
@@ -180,13 +267,12 @@ class _Expander:
             self._check_grads(body, node, mapping, record.group)
         mapping.update(zip(body.inputs, node.operands, strict=True))
         path = record.group.paths[index]
-        modules: dict[str, str] = {}
+        if self.exact and not self.open_bodies:
+            results = tuple(value.name for value in node.outputs)
+            self.nodes.append(_Copy(body=body, path=path, mapping=mapping, results=results))
+            return
+        modules = body.modules(path)
         for item in body.nodes:
-            module = modules.get(item.module)
-            if module is None:
-                tail = _relative(item.module, body.path)
-                module = item.module if tail.startswith("!") else path + tail
-                modules[item.module] = module
             outputs = []
             fresh = _renamed(item, mapping)
             for value in item.outputs:
@@ -203,7 +289,7 @@ class _Expander:
                     args=fresh.args,
                     kwargs=fresh.kwargs,
                     outputs=tuple(outputs),
-                    module=module,
+                    module=modules[item.module],
                     source=item.source,
                     context=item.context,
                 )
@@ -249,6 +335,8 @@ def expand(
     exact: bool,
 ) -> Graph:
     """`graph` with markers gone and opaque calls replaced by the bodies they stand for.
+
+    In exact mode the result is free of dead code and numbered as well.
 
     Args:
         graph: Graph with markers and opaque calls.

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.trace.state import named_modules
+
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _HOOKS = frozenset(
     {
@@ -62,6 +64,8 @@ class _Freezer:
             return (type(value).__name__, value)
         if isinstance(value, int):
             return ("int", value)
+        if id(value) in self.known:
+            return self.known[id(value)][0]
         if depth > 6:
             raise _UnknownError
         if isinstance(value, list | tuple):
@@ -79,8 +83,6 @@ class _Freezer:
 
     def _object(self, value: Any, depth: int) -> Any:
         key = id(value)
-        if key in self.known:
-            return self.known[key][0]
         self.known[key] = (("id", key), value)  # met again inside itself
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -150,7 +152,10 @@ class _Signer:
             for name, value in module.__dict__.items():
                 if name in _SKIPPED or (name in _HOOKS and not value):
                     continue
-                if type(value) is int:
+                exact = type(value)
+                if exact is bool or value is None:
+                    parts.append((name, exact, value))
+                elif exact is int:
                     numbers["", name] = value
                     parts.append((name, "number"))
                 elif name in _HOOKS:
@@ -179,7 +184,7 @@ def find_groups(root: nn.Module, excluded: set[str] | frozenset[str] = frozenset
         Outermost and inner groups; a module is in one group at most.
     """
     signer = _Signer(root)
-    modules = list(root.named_modules())
+    modules = named_modules(root)
     for path, module in reversed(modules):
         signature = signer.sign(module, not path)
         if signature is not None:
@@ -235,7 +240,7 @@ def _uncovered(
 
 def _numbers(module: nn.Module, signer: _Signer) -> dict[tuple[str, str], int]:
     result = {}
-    for path, child in module.named_modules():
+    for path, child in named_modules(module):
         for (_, name), value in signer.numbers.get(id(child), {}).items():
             result[path, name] = value
     return result

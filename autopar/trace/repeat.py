@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autopar.trace.compat import no_lines, patched, patched_item
+from autopar.trace.compat import Meta, no_lines, patched, patched_item, write_call
 from autopar.trace.grouping import Group
 from autopar.trace.guards import PLAIN
 
@@ -49,12 +49,8 @@ class Record:
     number: int
     inline: int = 0
     leaves: list[Any] = field(default_factory=list)
-    metas: list[tuple[Any, ...]] = field(default_factory=list)
+    metas: list[Meta] = field(default_factory=list)
     spec: Any = None
-
-
-def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 class UnhideError(Exception):
@@ -121,7 +117,8 @@ class Repeater:
                 for index, module in enumerate(group.modules):
                     forward = self._forward(group, index, module.forward)
                     stack.enter_context(patched(module, "forward", forward))
-                    if self.hide and not group.inner and 1 < index < len(group.modules) - 1:
+                    # Often the input of the first requires no gradient, so that the next two run.
+                    if self.hide and not group.inner and 2 < index < len(group.modules) - 1:
                         self._hide(module, stack)
             yield
 
@@ -153,7 +150,7 @@ class Repeater:
             group.name,
             repr(spec),
             tuple(
-                (first.setdefault(id(leaf), place), _meta(leaf))
+                (first.setdefault(id(leaf), place), Meta.of(leaf))
                 if isinstance(leaf, torch.Tensor)
                 else (type(leaf), leaf)
                 for place, leaf in enumerate(leaves)
@@ -170,11 +167,7 @@ class Repeater:
             if isinstance(vars(group.modules[index])["_modules"], _Hidden):
                 raise UnhideError
             return self._inline(record, index, key, tensors, lambda: original(*args, **kwargs))
-        with no_lines():
-            if len(record.metas) == 1:
-                made = iter((torch.ops.autopar.repeat.one(tensors, key),))
-            else:
-                made = iter(torch.ops.autopar.repeat.default(tensors, key))
+        made = iter(_repeat(record, tensors, key))
         filled = [next(made) if isinstance(x, torch.Tensor) else x for x in record.leaves]
         return pytree.tree_unflatten(filled, record.spec)
 
@@ -199,7 +192,7 @@ class Repeater:
         torch.ops.autopar.leave(results, key)
         if _state(module) != before:
             raise RegroupError(group.name, "forward changes Python attributes")
-        metas = [_meta(leaf) for leaf in results]
+        metas = [Meta.of(leaf) for leaf in results]
         values = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if record.inline:
             same = metas == record.metas and spec == record.spec
@@ -213,10 +206,19 @@ class Repeater:
     def fake(self, key: str) -> list[torch.Tensor]:
         """Results of the opaque call `key`."""
         record = self.numbered[int(key.split(":")[0])]
-        return [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype, device in record.metas
-        ]
+        return [meta.empty() for meta in record.metas]
+
+
+def _repeat(record: Record, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    """The results of the opaque call `key`, which is written into the graph."""
+    one = len(record.metas) == 1
+    target = torch.ops.autopar.repeat.one if one else torch.ops.autopar.repeat.default
+    made = write_call(target, tensors, key, record.metas)
+    if made is not None:
+        return made
+    with no_lines():
+        result = target(tensors, key)
+    return [result] if one else list(result)
 
 
 def _autocast(device: str) -> Any:

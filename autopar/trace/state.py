@@ -9,6 +9,44 @@ import torch
 from torch import nn
 
 
+def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``root.named_modules()``, several times faster in deep models."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        seen.add(id(module))
+        found.append((path, module))
+        prefix = path + "." if path else ""
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in seen:
+                visit(prefix + name, child)
+
+    visit("", root)
+    return found
+
+
+def named_tensors(root: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
+    """All parameters or buffers of `root`, tied ones under each of their paths.
+
+    Args:
+        root: A module.
+        kind: ``"_parameters"`` or ``"_buffers"``.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, tensor in vars(module)[kind].items():
+            if tensor is not None:
+                found.append((prefix + name, tensor))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}{name}.", child)
+
+    visit("", root)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """A parameter or buffer of the user's model."""
@@ -31,9 +69,9 @@ class ModelState:
         self.buffers: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.by_id: dict[int, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in named_tensors(module, "_parameters"):
             self._add(name, parameter, self.parameters)
-        for name, buffer in module.named_buffers(remove_duplicate=False):
+        for name, buffer in named_tensors(module, "_buffers"):
             self._add(name, buffer, self.buffers)
         self.table: dict[str, State] = {
             name: State(kind="parameter", tensor=tensor) for name, tensor in self.parameters.items()
@@ -59,8 +97,8 @@ class ModelState:
         found = self._suffixes.get(id(module))
         if found is None:
             pairs = [
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
+                *named_tensors(module, "_parameters"),
+                *named_tensors(module, "_buffers"),
             ]
             found = {name: values[self.by_id[id(tensor)]] for name, tensor in pairs}
             self._suffixes[id(module)] = found
@@ -69,9 +107,14 @@ class ModelState:
 
 def _persistent_buffers(module: nn.Module) -> set[str]:
     """FQNs of the buffers that are part of the state dict."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, child in module.named_modules(remove_duplicate=False)
-        for name in child._buffers
-        if name not in child._non_persistent_buffers_set
-    }
+    found: set[str] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        found.update(prefix + name for name in kept)
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}{name}.", child)
+
+    visit("", module)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from autopar.trace.guards import (
     leaf_paths,
 )
 from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
-from autopar.trace.state import ModelState
+from autopar.trace.state import ModelState, named_modules, named_tensors
 
 LossFunction = Callable[..., torch.Tensor]
 Table = tuple[str, dict[str, Any], dict[str, Any], str]
@@ -182,7 +183,7 @@ def _tables(model: nn.Module) -> list[Table]:
     """The tables of parameters and buffers of every module, and what is in them now."""
     return [
         (path, vars(child)[kind], dict(vars(child)[kind]), kind)
-        for path, child in model.named_modules()
+        for path, child in named_modules(model)
         for kind in ("_buffers", "_parameters")
         if vars(child)[kind]
     ]
@@ -299,19 +300,24 @@ def trace(
 def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -> None:
     """Switch caches off for the time of tracing, and note what else is left out."""
     seen: set[int] = set()
-    for child in module.modules():
-        config = getattr(child, "config", None)
+    modules = named_modules(module)
+    for _, child in modules:
+        config = _attribute(child, "config")
         for part in (config, *(vars(config).values() if hasattr(config, "__dict__") else ())):
             if id(part) not in seen and getattr(part, "use_cache", None) is True:
                 seen.add(id(part))
                 stack.enter_context(compat.patched(part, "use_cache", False))
     if seen:
         notes.append("config.use_cache was taken as False while tracing")
-    sparse = [
-        path for path, child in module.named_modules() if getattr(child, "sparse", None) is True
-    ]
+    sparse = [path for path, child in modules if _attribute(child, "sparse") is True]
     if sparse:
         notes.append(f"sparse gradients of {', '.join(sparse)} are made dense")
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or its class, None if absent, without the module's slow search."""
+    space = vars(module)
+    return space[name] if name in space else getattr(type(module), name, None)
 
 
 def _trace_once(
@@ -402,24 +408,28 @@ def _export(
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """Whatever tracing or the model's forward changes in the modules is changed back."""
-    spaces = []
-    for child in module.modules():
-        space = dict(vars(child))
-        inner = {k: dict(v) for k, v in space.items() if k[:1] == "_" and isinstance(v, dict)}
-        spaces.append((child, space, inner))
-    grads = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    tables, empty = [], []
+    for _, child in named_modules(module):
+        space = vars(child)
+        tables.append((space, space.copy()))
+        for name, value in space.items():
+            if isinstance(value, dict) and name[:1] == "_":
+                if value:
+                    tables.append((value, value.copy()))
+                else:
+                    empty.append(value)
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(module, "_parameters")}
+    grads = [(tensor, tensor.requires_grad) for tensor in tensors.values()]
     try:
         yield
     finally:
-        for child, space, inner in spaces:
-            now = vars(child)
-            if now.keys() != space.keys() or any(now[key] is not space[key] for key in space):
-                now.clear()
-                now.update(space)
-            for key, content in inner.items():
-                if space[key] != content:
-                    space[key].clear()
-                    space[key].update(content)
+        for table, old in tables:
+            same = len(table) == len(old) and all(map(operator.is_, table, old))
+            if not same or not all(map(operator.is_, table.values(), old.values())):
+                table.clear()
+                table.update(old)
+        for table in empty:
+            table.clear()
         for parameter, flag in grads:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
@@ -427,7 +437,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 def _finish(raw: Capture, session: _Session, state: ModelState) -> tuple[Graph, str | None]:
     """The passes from raw to canonical, and the name of the loss."""
-    graph = number(remove_dead(_canonical(raw, session, state)))
+    graph = _canonical(raw, session, state)
     verify(graph)
     loss = None
     if session.loss is not None:
@@ -437,14 +447,14 @@ def _finish(raw: Capture, session: _Session, state: ModelState) -> tuple[Graph, 
 
 
 def _canonical(raw: Capture, session: _Session, state: ModelState) -> Graph:
-    """The canonical graph, with repeated layers expanded.
+    """The canonical graph, with repeated layers expanded and without dead code.
 
     Bodies are rewritten before they are copied, which is quick, unless writes in place cross
     their border or gradients flow differently through the copies.
     """
     repeater = session.repeater
     if not repeater.groups:
-        return canonicalise(functionalise(raw.graph, frozenset(raw.copies)))
+        return _cleaned(raw.graph, raw.copies)
     values = {
         item.target: item.value.name
         for item in raw.graph.inputs
@@ -458,4 +468,8 @@ def _canonical(raw: Capture, session: _Session, state: ModelState) -> Graph:
         with contextlib.suppress(InexactError):
             return expand(graph, set(), repeater, names, exact=True)
     graph = expand(raw.graph, raw.copies, repeater, names, exact=False)
-    return canonicalise(functionalise(graph, frozenset(raw.copies)))
+    return _cleaned(graph, raw.copies)
+
+
+def _cleaned(graph: Graph, copies: set[str]) -> Graph:
+    return number(remove_dead(canonicalise(functionalise(graph, frozenset(copies)))))
