@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing import get_context
+
+import torch
 
 from autopar.plan.build import apply_plan, describe
 from autopar.plan.plan import Plan
@@ -29,10 +33,12 @@ MESHES = {
 SHRUNK = 3
 """How many failures of a campaign are made small, which takes many runs."""
 
-TURNS = (
-    "gpt", "resnet", "moe", "unet", "llama", "gpt", "resnet", "moe", "unet", "t5",
-)  # fmt: skip
-"""The order of models; those with large graphs come less often."""
+Turns = tuple[str, ...]
+SHARES: tuple[tuple[int, Turns], ...] = (
+    (3, ("resnet", "moe", "unet")),
+    (2, ("gpt", "llama", "gpt", "t5", "gpt")),
+)
+"""Parts of a campaign, of about equal time: how many plans of five, and their models in turn."""
 
 
 @cache
@@ -95,7 +101,7 @@ def _mesh(name: str, source: random.Random, coverage: Coverage | None) -> Mesh:
     if coverage is not None:
         left = [key[0] for key in coverage.missing(universe(name))]
         if source.random() * len(left) < left.count("special uneven"):
-            texts = {text: 1 for text in texts if "3" in text}
+            texts |= {text: 4 for text in texts if "3" in text}
     return Mesh.parse(source.choices(list(texts), list(texts.values()))[0])
 
 
@@ -134,11 +140,7 @@ def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -
         if found:
             text = "\n".join(f"  {item}" for item in found[:4])
             if len(result.failures) < SHRUNK:
-                text = shrink(
-                    Case(
-                        subject=held, sharded=sharded, want=reference(name), thorough=seed % 4 == 0
-                    )
-                )
+                text = shrink(Case(subject=held, sharded=sharded, want=want, thorough=thorough))
             result.failures.append(f"{name}, seed {seed}, mesh {mesh}\n{text}")
         elif program is not None:
             result.coverage.add(held, sharded, program)
@@ -163,14 +165,42 @@ def on_rank(comm: Communicator, name: str, seeds: tuple[int, ...]) -> list[str]:
     return found
 
 
-def schedule(count: int, start: int = 0) -> list[tuple[str, int]]:
-    """(model, seed) of `count` plans, models in turn."""
-    return [(TURNS[i % len(TURNS)], i) for i in range(start, start + count)]
-
-
-def directed(count: int, result: Campaign) -> Iterator[tuple[str, int]]:
-    """The same, but the last third goes to the models of which most is left to reach."""
-    for name, seed in schedule(count):
+def directed(count: int, start: int, turns: Turns, result: Campaign) -> Iterator[tuple[str, int]]:
+    """(model, seed) in turn; the last third goes to the models of which most is left to reach."""
+    for index in range(count):
         left = {name: len(result.coverage.missing(universe(name))) for name in result.models}
         most = max(left, key=left.__getitem__)
-        yield (most if left[most] and 3 * seed >= 2 * count else name), seed
+        in_turn = turns[index % len(turns)]
+        yield (most if left[most] and 3 * index >= 2 * count else in_turn), start + index
+
+
+def share(count: int, start: int, turns: Turns) -> Campaign:
+    """The part of a campaign that one process runs."""
+    torch.set_num_threads(1)
+    result = Campaign(models=tuple(dict.fromkeys(turns)))
+    return campaign(directed(count, start, turns, result), result)
+
+
+def on_two_processes(count: int, start: int = 0) -> Campaign:
+    """A campaign of `count` plans on two cores.
+
+    Args:
+        count: Number of plans.
+        start: Another start is another campaign.
+    """
+    total, begin = sum(cost for cost, _ in SHARES), time.perf_counter()
+    counts = [count * part // total for part, _ in SHARES]
+    counts[-1] = count - sum(counts[:-1])
+    with ProcessPoolExecutor(len(SHARES), get_context("spawn")) as pool:
+        work = [
+            pool.submit(share, number, start, turns)
+            for number, (_, turns) in zip(counts, SHARES, strict=True)
+        ]
+        parts = [item.result() for item in work]
+    whole = Campaign(seconds=time.perf_counter() - begin)
+    for part in parts:
+        whole.plans += part.plans
+        whole.round_trips += part.round_trips
+        whole.failures += part.failures
+        whole.coverage.counts.update(part.coverage.counts)
+    return whole

@@ -37,6 +37,12 @@ MOVES = frozenset({"slice", "reduce_scatter", "all_gather", "all_to_all"})
 """Steps that cut or join along a factor; only these can be strided, nested or uneven."""
 
 
+@cache
+def text(rule: OpRule | None) -> str:
+    """Text of a rule."""
+    return str(rule)
+
+
 def choice_key(op: str, rule: OpRule | None, choice: Choice) -> Key:
     """Op, rule and what is done: whole letters and inner factors of letters count apart."""
     word = choice.kind if choice.kind != "linear" else f"linear {choice.index}"
@@ -44,7 +50,7 @@ def choice_key(op: str, rule: OpRule | None, choice: Choice) -> Key:
         assert rule is not None
         whole = rule.letter(choice.unit.letter).size == choice.unit.size
         word = choice.unit.letter + ("" if whole else " (factor)")
-    return ("choice", op, str(rule), word)
+    return ("choice", op, text(rule), word)
 
 
 def special_keys(op: str, rule: OpRule | None, picked: Choices, mesh: Mesh) -> Iterator[Key]:
@@ -54,16 +60,16 @@ def special_keys(op: str, rule: OpRule | None, picked: Choices, mesh: Mesh) -> I
     if rule is None or not _is_special(rule, letters):
         return
     for letter in letters or ["none"]:
-        yield ("special", op, str(rule), letter)
+        yield ("special", op, text(rule), letter)
     for first, second in product(letters, letters):
         if first < second:
-            yield ("special pair", op, str(rule), f"{first} {second}")
+            yield ("special pair", op, text(rule), f"{first} {second}")
     for unit in units:
         parts = math.prod(
             size for choice, size in zip(picked, mesh.shape, strict=True) if choice.unit == unit
         )
         if unit.size % parts and (rule.special or rule.letter(unit.letter).special):
-            yield ("special uneven", op, str(rule), unit.letter)
+            yield ("special uneven", op, text(rule), unit.letter)
 
 
 def _is_special(rule: OpRule, letters: Iterable[str]) -> bool:
@@ -141,24 +147,26 @@ class Coverage:
                 self.counts["storage", word] += 1
 
     def prefer(self, subject: Subject, mesh: Mesh, universe: frozenset[Key]) -> Prefer:
-        """Choices that reach something new, or lead to a pair of letters that is new."""
+        """Choices that reach something new, or may lead to it on the axes that follow."""
         graph, rules = subject.traced.graph, subject.factors.rules
         left = frozenset(self.missing(universe))
-        pairs = {
+        leading = {
             (key[1], key[2], letter)
             for key in left
-            if key[0] == "special pair"
+            if key[0] in ("special pair", "special uneven")
             for letter in key[3].split()
         }
 
         def wanted(index: int, picked: Choices) -> bool:
+            if not left:
+                return False
             op, rule, unit = graph.nodes[index].op, rules[index], picked[-1].unit
             part = Mesh(mesh.axes[: len(picked)])
             keys = [choice_key(op, rule, picked[-1]), *special_keys(op, rule, picked, part)]
             if not left.isdisjoint(keys):
                 return True
             last = len(picked) == len(mesh.axes)
-            return not last and unit is not None and (op, str(rule), unit.letter) in pairs
+            return not last and unit is not None and (op, text(rule), unit.letter) in leading
 
         return wanted
 

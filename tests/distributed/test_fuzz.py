@@ -9,14 +9,7 @@ import torch
 
 from autopar.runtime.launch import LocalRanks
 from tests.distributed.fuzz import TOLERANCE, differences, solo
-from tests.distributed.fuzz_campaign import (
-    Campaign,
-    campaign,
-    directed,
-    on_rank,
-    reference,
-    schedule,
-)
+from tests.distributed.fuzz_campaign import Campaign, on_rank, on_two_processes, reference
 from tests.distributed.fuzz_models import BUILDERS, build, eager, subject, whole
 
 CI_PLANS = 150
@@ -39,8 +32,7 @@ def report(result: Campaign, config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def fuzzed(pytestconfig: pytest.Config) -> Campaign:
-    result = Campaign()
-    campaign(directed(CI_PLANS, result), result)
+    result = on_two_processes(CI_PLANS)
     report(result, pytestconfig)
     return result
 
@@ -66,7 +58,7 @@ def test_random_plans_on_processes(name: str, count: int, local_ranks: Callable[
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 def test_no_random_plan_of_two_thousand_differs(pytestconfig: pytest.Config):
-    result = campaign(schedule(LONG_PLANS, start=CI_PLANS))
+    result = on_two_processes(LONG_PLANS, start=CI_PLANS)
     report(result, pytestconfig)
     assert not result.failures, "\n\n".join(result.failures)
 
