@@ -315,9 +315,10 @@ def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """An attribute of a module or its class, None if absent, without the module's slow search."""
-    space = vars(module)
-    return space[name] if name in space else getattr(type(module), name, None)
+    """An attribute of a module, None if absent, which the module itself is slow to find out."""
+    if name in vars(module) or hasattr(type(module), name):
+        return getattr(module, name, None)
+    return None
 
 
 def _trace_once(
