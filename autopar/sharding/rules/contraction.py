@@ -51,7 +51,10 @@ for _name in _SUMMED:
     _make_summed(_name)
 
 
-@family("aten.matmul.default aten.mm.default aten.bmm.default aten.mv.default aten.dot.default")
+@family(
+    "aten.matmul.default aten.mm.default aten.bmm.default aten.mv.default aten.dot.default "
+    "aten.vdot.default"
+)
 def _matmul(call: Call) -> OpRule:
     left, right = (min(spec.ndim, 3) for spec in call.operands)
     first = {1: "k", 2: "m k", 3: "... m k"}[left]

@@ -32,6 +32,7 @@ def contractions() -> list[Sample]:
     found += [sample("outer", d.normal(4), d.normal(3)), sample("ger", d.normal(4), d.normal(3))]
     found += [
         sample("dot", d.normal(6), d.normal(6)),
+        sample("vdot", d.normal(6), d.normal(6)),
         sample("inner", d.normal(2, 6), d.normal(4, 6)),
     ]
     shapes = [((6,), (6,)), ((4, 6), (6,)), ((6,), (6, 4)), ((4, 6), (6, 2)), ((2, 3, 4), (4,))]
