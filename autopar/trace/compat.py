@@ -6,7 +6,9 @@ Each has a public or slower way around, taken when a torch release lacks the pri
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import logging
 import operator
 import traceback
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch._decomp.decompositions
 import torch.fx
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
@@ -116,12 +119,34 @@ def plain_checkpoints(seen: Callable[[], None]) -> Iterator[None]:
         return function(*args, **kwargs)
 
     module = torch.utils.checkpoint
-    inner = "_checkpoint_without_reentrant_generator"
+    inner = "_checkpoint_without_reentrant_generator"  # or, where that is a wrapper, what it wraps
+    found = [name for name in (inner, f"{inner}_impl") if hasattr(module, name)]
     with contextlib.ExitStack() as stack:
-        if hasattr(module, inner):
-            stack.enter_context(patched(module, inner, plain_generator))
-        else:
+        for name in found:
+            stack.enter_context(patched(module, name, plain_generator))
+        if not found:
             stack.enter_context(patched(module, "checkpoint", plain_checkpoint))
+        yield
+
+
+@contextlib.contextmanager
+def _lstm_states() -> Iterator[None]:
+    """The last states of an LSTM have the shape of its first ones.
+
+    Shapes of an LSTM come from its decomposition, one layer of which leaves a dimension of time
+    in the last states in some releases.
+    """
+    module, name = torch._decomp.decompositions, "one_layer_lstm"
+    layer = getattr(module, name, None)
+
+    def shaped(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        out, last = layer(inp, hidden, *args, **kwargs)  # type: ignore[misc]
+        return out, tuple(
+            state if state.shape == first.shape else state.reshape(first.shape)
+            for state, first in zip(last, hidden, strict=True)
+        )
+
+    with patched(module, name, shaped) if layer is not None else contextlib.nullcontext():
         yield
 
 
@@ -144,16 +169,105 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
 
     ``run(*args)`` is the plain ``cls.apply``.
     """
-    owner: Any = _FUNCTION or torch.autograd.Function
-    original = owner.apply.__func__ if _FUNCTION is None else None
+    function = torch.autograd.Function
+    if _FUNCTION is not None and isinstance(vars(function)["apply"], classmethod):
+        # Written in Python: it ends in the `apply` of its base, wherever it was called from.
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return handle(cls, super(_FUNCTION, cls).apply, *args)
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if original is None:
-            return handle(cls, super(owner, cls).apply, *args)
-        return handle(cls, lambda *given: original(cls, *given, **kwargs), *args)
-
-    with patched(owner, "apply", classmethod(apply)):
+        with patched(_FUNCTION, "apply", classmethod(apply)):
+            yield
+        return
+    calls = _Calls(handle, vars(function)["apply"])
+    with contextlib.ExitStack() as stack:
+        for cls, name, value in calls.replacements():
+            stack.enter_context(patched(cls, name, value))
         yield
+
+
+class _Calls:
+    """Sends calls of custom autograd functions to `handle` where `apply` is written in C.
+
+    Replacing `apply` in `torch.autograd.Function` catches ``cls.apply(...)``, but not an `apply`
+    that was taken from its class before. Such a one still looks up ``cls.forward`` whenever it
+    is called, so that is replaced as well, in all classes there are.
+    """
+
+    def __init__(self, handle: Callable[..., Any], apply: Any) -> None:
+        self._handle, self._apply = handle, apply
+        self._plain: list[type] = []  # classes whose next forward is their own
+        self._handled: type | None = None  # class whose next setup_context has nothing to set up
+
+    def replacements(self) -> list[tuple[type, str, Any]]:
+        """Class, attribute and new value; nothing is replaced yet."""
+        function = torch.autograd.Function
+        result: list[tuple[type, str, Any]] = [(function, "apply", classmethod(self._called))]
+        pending, seen = list(function.__subclasses__()), {_Differentiable}
+        while pending:
+            cls: Any = pending.pop()
+            if cls in seen:
+                continue
+            seen.add(cls)
+            pending += cls.__subclasses__()
+            if not cls.__module__.startswith("torch.") and cls.forward is not function.forward:
+                result.append((cls, "forward", staticmethod(self._forward(cls))))
+                if _sets_up(cls):
+                    result.append((cls, "setup_context", staticmethod(self._setup(cls))))
+        return result
+
+    def _called(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if _sets_up(cls):
+            bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        if kwargs or torch._C._are_functorch_transforms_active():
+            return self._apply.__get__(None, cls)(*args, **kwargs)
+        return self._handle(cls, functools.partial(self._run, cls), *args)
+
+    def _run(self, cls: type, *args: Any) -> Any:
+        depth = len(self._plain)
+        self._plain.append(cls)
+        try:
+            return self._apply.__get__(None, cls)(*args)
+        finally:
+            del self._plain[depth:]
+
+    def _forward(self, cls: Any) -> Callable[..., Any]:
+        own, sets_up = cls.forward, _sets_up(cls)
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._plain and self._plain[-1] is cls:
+                self._plain.pop()
+                return own(*args, **kwargs)
+            # Others may call forward too; apply switches forward-mode gradients off before it
+            # does, and passes a context of the very class.
+            applied = bool(args) and not (kwargs or torch._C._is_fwd_grad_enabled())
+            applied = applied and (sets_up or type(args[0]) is cls._backward_cls)
+            if not applied or torch._C._are_functorch_transforms_active():
+                return own(*args, **kwargs)
+            inputs = args if sets_up else args[1:]
+            result = self._handle(cls, functools.partial(self._run, cls), *inputs)
+            self._handled = cls if sets_up else None
+            return result
+
+        return forward
+
+    def _setup(self, cls: Any) -> Callable[..., None]:
+        own = cls.setup_context
+
+        @functools.wraps(own)
+        def setup_context(*args: Any, **kwargs: Any) -> None:
+            handled, self._handled = self._handled is cls, None
+            if not handled:
+                own(*args, **kwargs)
+
+        return setup_context
+
+
+def _sets_up(cls: Any) -> bool:
+    """Whether the custom function has a `setup_context`, and a forward without a context."""
+    return cls.setup_context is not torch.autograd.Function.setup_context
 
 
 @contextlib.contextmanager
@@ -325,6 +439,13 @@ def _quiet() -> Iterator[None]:
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     """The training IR of `module` on `inputs`, with gradients enabled."""
-    with torch.enable_grad(), _user_lines(), _quiet(), _uncompiled(), warnings.catch_warnings():
+    with (
+        torch.enable_grad(),
+        _lstm_states(),
+        _user_lines(),
+        _quiet(),
+        _uncompiled(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         return torch.export.export(module, inputs, strict=False)

@@ -79,3 +79,61 @@ def test_inside_repeated_layers():
     torch.manual_seed(0)
     traced = check_against_eager(Net(6), (torch.randn(3, 4),), {})
     assert set(traced.custom) == {"Sign", "Scale", "Scale_1"}
+
+
+class Double(Sign):
+    """Calls the forward of its base, which is not the base being applied."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Sign.forward(ctx, x) * 2
+
+
+class Steep(Sign):
+    """Inherits all but its gradient."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Power(torch.autograd.Function):
+    """Applies itself; its exponent has a default."""
+
+    @staticmethod
+    def forward(x, n=2):
+        return x * power(x, n - 1) if n > 1 else x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.n = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.n * ctx.saved_tensors[0] ** (ctx.n - 1), None
+
+
+double, steep, power = Double.apply, Steep.apply, Power.apply
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.fc(x)
+        same, _, _ = Scale.forward(x, 0.5, x)  # no call of the function: a plain gradient
+        return (double(same) + steep(x) * power(x) + Power.apply(x, 3)).mean()
+
+
+def test_inherited_nested_and_called_directly():
+    torch.manual_seed(0)
+    before = [dict(vars(cls)) for cls in (torch.autograd.Function, Sign, Scale, Double, Steep)]
+    traced = check_against_eager(Odd(), (torch.randn(3, 4),), {})
+    called = {node.op.rsplit(".", 1)[-1] for node in traced.graph.nodes if "custom" in node.op}
+    assert {traced.custom[key].function for key in called} == {Double, Steep, Power}
+    assert len(called) == 4
+    after = [dict(vars(cls)) for cls in (torch.autograd.Function, Sign, Scale, Double, Steep)]
+    assert after == before
