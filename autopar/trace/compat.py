@@ -173,7 +173,9 @@ def intercepted_functions(handle: Callable[..., Any]) -> Iterator[None]:
     if _FUNCTION is not None and isinstance(vars(function)["apply"], classmethod):
         # Written in Python: it ends in the `apply` of its base, wherever it was called from.
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return handle(cls, super(_FUNCTION, cls).apply, *args)
+            run = super(_FUNCTION, cls).apply
+            args, kwargs = _bound(cls, args, kwargs)
+            return run(*args, **kwargs) if kwargs else handle(cls, run, *args)
 
         with patched(_FUNCTION, "apply", classmethod(apply)):
             yield
@@ -216,10 +218,7 @@ class _Calls:
         return result
 
     def _called(self, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if _sets_up(cls):
-            bound = inspect.signature(cls.forward).bind(*args, **kwargs)
-            bound.apply_defaults()
-            args, kwargs = bound.args, bound.kwargs
+        args, kwargs = _bound(cls, args, kwargs)
         if kwargs or torch._C._are_functorch_transforms_active():
             return self._apply.__get__(None, cls)(*args, **kwargs)
         return self._handle(cls, functools.partial(self._run, cls), *args)
@@ -232,16 +231,15 @@ class _Calls:
         finally:
             del self._plain[depth:]
 
-    def _forward(self, cls: Any) -> Callable[..., Any]:
+    def _forward(self, cls: Any) -> _Stand:
         own, sets_up = cls.forward, _sets_up(cls)
 
-        @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._plain and self._plain[-1] is cls:
                 self._plain.pop()
                 return own(*args, **kwargs)
-            # Others may call forward too; apply switches forward-mode gradients off before it
-            # does, and passes a context of the very class.
+            # Others may call forward too; apply binds keywords, switches forward-mode gradients off
+            # and passes a context of the very class.
             applied = bool(args) and not (kwargs or torch._C._is_fwd_grad_enabled())
             applied = applied and (sets_up or type(args[0]) is cls._backward_cls)
             if not applied or torch._C._are_functorch_transforms_active():
@@ -251,18 +249,43 @@ class _Calls:
             self._handled = cls if sets_up else None
             return result
 
-        return forward
+        return _Stand(own, forward)
 
-    def _setup(self, cls: Any) -> Callable[..., None]:
+    def _setup(self, cls: Any) -> _Stand:
         own = cls.setup_context
 
-        @functools.wraps(own)
         def setup_context(*args: Any, **kwargs: Any) -> None:
             handled, self._handled = self._handled is cls, None
             if not handled:
                 own(*args, **kwargs)
 
-        return setup_context
+        return _Stand(own, setup_context)
+
+
+class _Stand:
+    """Called in place of a function, whose code and signature torch and others still find here."""
+
+    def __init__(self, own: Any, call: Callable[..., Any]) -> None:
+        code = ("__code__", "__defaults__", "__kwdefaults__")
+        functools.update_wrapper(self, own, (*functools.WRAPPER_ASSIGNMENTS, *code))
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def _bound(cls: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a custom function by position, as torch passes them to its forward.
+
+    Keywords that remain, because a position before theirs is not given, are torch's to refuse.
+    """
+    if not _sets_up(cls) and not kwargs:
+        return args, kwargs
+    context = () if _sets_up(cls) else (None,)
+    bound = inspect.signature(cls.forward).bind(*context, *args, **kwargs)
+    if _sets_up(cls):
+        bound.apply_defaults()
+    return bound.args[len(context) :], bound.kwargs
 
 
 def _sets_up(cls: Any) -> bool:

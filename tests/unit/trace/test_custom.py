@@ -137,3 +137,41 @@ def test_inherited_nested_and_called_directly():
     assert len(called) == 4
     after = [dict(vars(cls)) for cls in (torch.autograd.Function, Sign, Scale, Double, Steep)]
     assert after == before
+
+
+class Sloped(torch.autograd.Function):
+    """Takes all but its input by keyword, if this torch lets it."""
+
+    @staticmethod
+    def forward(ctx, x, shift, slope=1.0):
+        ctx.slope = slope
+        return x * 2 + shift
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.slope, grad, None
+
+
+sloped = Sloped.apply
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x, shift = self.fc(x), self.fc.bias
+        try:
+            early = sloped(x, slope=0.5, shift=shift)
+            late = Sloped.apply(x, slope=3.0, shift=shift)
+        except TypeError:  # releases whose functions take none
+            early, late = sloped(x, shift, 0.5), Sloped.apply(x, shift, 3.0)
+        return (early + late).mean()
+
+
+def test_keywords():
+    torch.manual_seed(0)
+    traced = check_against_eager(Keywords(), (torch.randn(3, 4),), {})
+    assert traced.custom["Sloped"].arguments == (Slot(0), Slot(1), 0.5)
+    assert traced.custom["Sloped_1"].arguments == (Slot(0), Slot(1), 3.0)
