@@ -1,6 +1,6 @@
 """autopar against DistributedDataParallel: 2 ranks, a GPT of ten million parameters.
 
-python tests/bench/bench_ddp.py [--rounds 7] [--steps 3]
+python -m tests.bench.bench_ddp [--rounds 7] [--steps 3]
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench_rounds import Timing, measure, print_report
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.runtime.comm import Communicator
 from autopar.runtime.launch import LocalRanks
 from autopar.runtime.tiny_gpt import GPT, GPTConfig, text_batches
+from tests.bench.bench_rounds import Timing, measure, print_report
 
 RANKS = 2
 CONFIG = GPTConfig(layers=5, heads=8, width=400)  # 9.8 M parameters

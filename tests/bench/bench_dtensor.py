@@ -3,7 +3,7 @@
 The peer is what a careful user writes by hand: column and row parallel linears, vocabulary-parallel
 embedding and loss, local heads.
 
-python tests/bench/bench_dtensor.py [--rounds 7] [--steps 3]
+python -m tests.bench.bench_dtensor [--rounds 7] [--steps 3]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from bench_rounds import Timing, measure, print_report
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,6 +26,7 @@ import autopar
 from autopar.runtime.comm import Communicator
 from autopar.runtime.launch import LocalRanks
 from autopar.runtime.tiny_gpt import GPT, GPTConfig, text_batches
+from tests.bench.bench_rounds import Timing, measure, print_report
 
 RANKS = 2
 CONFIG = GPTConfig(layers=5, heads=8, width=400)  # 9.8 M parameters
