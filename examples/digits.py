@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import autopar
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError:
+    raise SystemExit('digits.py needs scikit-learn: pip install "autopar[test]"') from None
 
 BATCH_SIZE, TEST_SIZE = 128, 397
 

@@ -16,10 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.runtime.tiny_gpt import text_batches
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError:
+    raise SystemExit('hf_llama.py needs transformers: pip install "autopar[hf]"') from None
 
 BATCH_SIZE, SEQ_LEN = 8, 64
 
