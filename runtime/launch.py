@@ -22,7 +22,7 @@ from typing import Any, final
 
 import autopar
 from autopar.errors import AutoparError, InputError, RankError
-from autopar.runtime.worker import Task
+from autopar.runtime.worker import NestedRanksError, Task, serving
 
 # How long the other ranks may take to report their own failure before they are stopped.
 _GRACE_S = 1.0
@@ -114,6 +114,8 @@ class LocalRanks:
                 process.wait()
 
     def _start(self) -> None:
+        if serving.is_set():
+            raise NestedRanksError
         key = secrets.token_bytes(16)
         with mpc.Listener(("127.0.0.1", 0), "AF_INET", backlog=self.count, authkey=key) as listener:
             port = listener.address[1]
@@ -233,9 +235,11 @@ class LocalRanks:
             return [answers[rank][1] for rank in range(self.count)]
         # Ranks that fail alike stand at the same point and can go on; else nobody knows.
         alike = len({_signature(answer) for answer in failures.values()}) == 1
-        if len(failures) < self.count or not alike or _root(failures)[1][0] == "dead":
+        if len(failures) < self.count or not alike or _root(failures)[1][0] != "error":
             self.close()
         rank, (kind, error, what, text) = _root(failures)
+        if kind == "nested":
+            raise error
         if isinstance(error, AutoparError):
             error.add_note(f"raised on rank {rank} of {self.count}\n{text}")
             raise error

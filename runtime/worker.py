@@ -2,8 +2,8 @@
 
 Protocol, one pickle per message. The pool sends a port once, 0 to rank 0, which answers with the
 port it listens on; then any number of `Task`s, each answered by any number of
-``("report", value)`` and one of ``("ok", result)`` or ``("error", error or None, what,
-traceback)``. End of file means: stop.
+``("report", value)`` and one of ``("ok", result)``, ``("error", error or None, what,
+traceback)`` or ``("nested", error, what, "")``. End of file means: stop.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ from autopar.runtime.loader import load_file_as, load_object
 
 # Name under which the caller's script is imported: its `if __name__ == "__main__"` stays quiet.
 _CALLERS_MAIN = "__autopar_main__"
+# Set in a process that is a local rank.
+serving = threading.Event()
+
+
+class NestedRanksError(BaseException):
+    """A local rank was about to start local ranks.
+
+    Not an Exception: neither the user's script nor the loader is to handle it on the way up.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +105,7 @@ def main() -> None:
 
 def serve(rank: int, world_size: int, port: int, threads: int, timeout_s: float) -> None:
     """Answer the pool that listens on `port` of this machine until it hangs up."""
+    serving.set()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_stop_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -136,6 +146,15 @@ def _join(
 def _answer(task: Task, communicator: Any) -> bytes:
     try:
         return pickle.dumps(("ok", task.run(communicator)))
+    except NestedRanksError:
+        refusal = InputError(
+            "a local rank was about to start local ranks again",
+            expected="a script that starts them only when it is run, not when it is imported, as "
+            "every rank does to find its model and functions",
+            fix='put the call under `if __name__ == "__main__":`, or let verify use threads=True',
+            where=task.main_file,
+        )
+        return pickle.dumps(("nested", refusal, refusal.what, ""))
     except BaseException as error:
         text = traceback.format_exc()
         known = error if isinstance(error, AutoparError) else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -333,6 +335,27 @@ def test_pool_failures_are_named_and_leave_nobody():
 def test_ranks_that_disagree_on_groups(ranks3: LocalRanks):
     with pytest.raises(RankError, match="ask for different groups"):
         ranks3.run(disagree)
+
+
+UNGUARDED = """
+from autopar.runtime.launch import LocalRanks
+class Value:
+    pass
+def work(comm, value):
+    return comm.rank
+print(LocalRanks(2).run(work, Value()))
+"""
+
+
+def test_an_unguarded_script_is_told_so_once(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    # Not -m or -c: the ranks import the file that is __main__.
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert run.stderr.count("Traceback") == 1, run.stderr
+    assert "InputError: a local rank was about to start local ranks again" in run.stderr
+    assert 'if __name__ == "__main__":' in run.stderr
 
 
 def test_pool_refuses_what_cannot_be_sent():
