@@ -34,6 +34,13 @@ from autopar.trace.guards import (
     describe,
     leaf_paths,
 )
+from autopar.trace.hidden import (
+    ChangedStateError,
+    python_state_watched,
+    refuse_hooks,
+    refuse_shared_memory,
+    refuse_tensor_hook,
+)
 from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
 from autopar.trace.state import ModelState, named_modules, named_tensors
 
@@ -161,7 +168,11 @@ class _Wrapper(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        result = self.model(*args, **kwargs)
+        with (
+            python_state_watched(self.model),
+            compat.patched(torch.Tensor, "register_hook", refuse_tensor_hook),
+        ):
+            result = self.model(*args, **kwargs)
         session = _SESSION.get()
         found = leaf_paths(result)
         check_leaves(found, "the model's result")
@@ -279,9 +290,10 @@ def trace(
     check_leaves(leaf_paths((tuple(args), kwargs), ("args", "kwargs")), "input")
     if loss_fn is not None:
         check_loss_function(loss_fn, tuple(args), kwargs)
+    refuse_hooks(module)
     notes: list[str] = []
     excluded: set[str] = set()
-    hide = True
+    hide, changed = True, False
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.no_collection())
         _quieten(module, stack, notes)
@@ -295,6 +307,12 @@ def trace(
                 share_layers = share_layers and len(excluded) < 12
             except UnhideError:
                 hide = False
+            except ChangedStateError as state:
+                if changed:
+                    raise state.error from None
+                changed = True  # values that do not change again are functions of the inputs
+                for child, name, value in state.changes:
+                    stack.enter_context(compat.patched(child, name, value))
 
 
 def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -> None:
@@ -336,6 +354,7 @@ def _trace_once(
     wrapper = _Wrapper(module, loss_fn, leaves, in_spec)
     program = _export(wrapper, module, tuple(tensors), session)
     state = ModelState(module)
+    refuse_shared_memory(state)
     raw = capture(
         program,
         prefix="model",
@@ -398,7 +417,7 @@ def _export(
             return compat.export(wrapper, tensors)
         except Exception as raised:
             error = session.error or raised
-            if isinstance(error, RegroupError | UnhideError):
+            if isinstance(error, RegroupError | UnhideError | ChangedStateError | TraceError):
                 raise error from None
             hidden = session.repeater.groups and session.repeater.hide
             if hidden and isinstance(error, AttributeError | KeyError | IndexError):
