@@ -217,7 +217,13 @@ class CompiledModel:
             RankError: In the first step, if the ranks were given different batches.
             NonFiniteError: On every rank, when the loss is NaN or infinite.
         """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise InputError(
+                "step() was called under torch.no_grad() or torch.inference_mode()",
+                fix="call step() outside of it; for outputs alone call the compiled model itself",
+            )
         engine = self.build(args, kwargs)
+        engine.check_trainable()
         inputs = self.inputs(args, kwargs)
         if not self._batch_checked:
             self._check_same_batch(inputs)

@@ -137,6 +137,19 @@ class Engine:
             self._programs[kind] = lower(self.sharded, self.context, unique, **custom)
         return self._programs[kind]
 
+    def check_trainable(self) -> None:
+        """Refuse a loss that no trainable parameter reaches; eager ``backward()`` would too.
+
+        Raises:
+            PlanError: If a step would train nothing although parameters want gradients.
+        """
+        trainable = any(parameter.requires_grad for parameter in self.parameters.values())
+        if self.loss and trainable and not self.sharded.graph.spec(self.loss).requires_grad:
+            raise PlanError(
+                "the loss depends on no trainable parameter, so a step would train nothing",
+                fix="look for detach(), no_grad or integer ops between the parameters and the loss",
+            )
+
     def run(self, kind: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a program on full inputs.
 
@@ -213,7 +226,7 @@ class Engine:
         ]
         where = first_non_finite(program, arguments, self.sharded.graph, self.context.comm)
         raise NonFiniteError(
-            f"the loss of step {self.num_steps} is {loss.item()}",
+            f"the loss of step {self.num_steps + 1} is {loss.item()}",
             where=where,
             expected="a finite loss; nothing was updated",
             fix="look at the inputs of that step and at the module named above; "

@@ -115,13 +115,17 @@ class VerifyReport:
         """Whether what differs does so by rounding: in float64 everything agrees."""
         return self.exact is not None and self.exact.error <= TOLERANCES["float64"]
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """A table by kind, the worst tensor, and the first that differs."""
         lines = [f"{'compared':<12}{'count':>7}  {'worst relative error':<22}worst"]
         for kind in dict.fromkeys(row.kind for row in self.rows):
             rows = [row for row in self.rows if row.kind == kind]
             worst = max(rows, key=lambda row: row.error)
-            lines.append(f"{kind:<12}{len(rows):>7}  {worst.error:<22.3g}{worst.name}")
+            name = f"step {int(worst.name) + 1}" if kind == "loss" else worst.name
+            lines.append(f"{kind:<12}{len(rows):>7}  {worst.error:<22.3g}{name}")
         lines.append(
             f"reference: {self.reference} on one device; tolerance {self.tolerance:g}, "
             f"parameters {self.parameter_tolerance:g}"
@@ -355,6 +359,7 @@ def verify(
     Raises:
         AutoparError: If the model cannot be traced, planned or run.
     """
+    _check_call(args, kwargs, steps)
     if isinstance(model, str):
         loaded = load_model(model)
         source, target = loaded.model, model
@@ -420,12 +425,29 @@ def _own_loss(outputs: Any, traced: Traced) -> Tensor:
     return loss
 
 
+def _check_call(args: Any, kwargs: Any, steps: Any) -> None:
+    if not isinstance(args, tuple | list):
+        raise InputError(
+            f"args is a {type(args).__name__}", expected="a tuple of arguments, e.g. (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}", expected="a dict, or None")
+    if type(steps) is not int or steps < 1:
+        raise InputError(f"steps is {steps!r}", expected="a whole number from 1")
+
+
 def _as_mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
         return Mesh((("dp", 2),))
-    return Mesh.parse(mesh) if isinstance(mesh, str) else Mesh(tuple(mesh.items()))
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if isinstance(mesh, Mapping):
+        return Mesh(tuple(mesh.items()))
+    raise InputError(
+        f"mesh is a {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
+    )
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -111,7 +111,7 @@ def test_all_ranks_report_a_poisoned_sample_in_the_same_step(poison: float):
         ranks = on_ranks(good, mesh, constraints, body)
         for text, loss in ranks:
             assert text == ranks[0][0]
-            assert "the loss of step 1 is nan" in text and "nothing was updated" in text
+            assert "the loss of step 2 is nan" in text and "nothing was updated" in text
             assert "module qkv, aten.linear.default" in text
             assert ("rank 1" if mesh == "dp=4" else "rank 0") in text
             assert "input args[0] holds a number that is not finite" in text
