@@ -9,6 +9,16 @@ import pytest
 from autopar.runtime.launch import LocalRanks
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as ``summary``, such as the coverage of the fuzz."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, text in getattr(report, "user_properties", []):
+                if name == "summary":
+                    terminalreporter.section(report.nodeid)
+                    terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(scope="session")
 def local_ranks() -> Iterator[Callable[[int], LocalRanks]]:
     """``local_ranks(n)``: the session's pool of n ranks."""

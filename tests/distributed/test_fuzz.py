@@ -18,26 +18,25 @@ LONG_PLANS = 2000
 pytestmark = pytest.mark.timeout(900)
 
 
-def report(result: Campaign, config: pytest.Config) -> None:
-    writer = config.get_terminal_writer()
-    capture = config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        writer.line()
-        writer.line(
-            f"{result.plans} plans, {len(result.failures)} failures, {result.round_trips} through "
-            f"their file form, {result.seconds:.0f} s"
-        )
-        writer.line(result.coverage.table(result.universe()))
+Record = Callable[[str, object], None]
+
+
+def report(result: Campaign, record_property: Record) -> None:
+    """Leave figures and coverage for the summary at the end of the run (see conftest)."""
+    head = (
+        f"{result.plans} plans, {len(result.failures)} failures, {result.round_trips} through "
+        f"their file form, {result.seconds:.0f} s"
+    )
+    record_property("summary", f"{head}\n{result.coverage.table(result.universe())}")
 
 
 @pytest.fixture(scope="module")
-def fuzzed(pytestconfig: pytest.Config) -> Campaign:
-    result = on_two_processes(CI_PLANS)
-    report(result, pytestconfig)
-    return result
+def fuzzed() -> Campaign:
+    return on_two_processes(CI_PLANS)
 
 
-def test_no_random_plan_differs_from_one_device(fuzzed: Campaign):
+def test_no_random_plan_differs_from_one_device(fuzzed: Campaign, record_property: Record):
+    report(fuzzed, record_property)
     assert fuzzed.plans == CI_PLANS
     assert not fuzzed.failures, "\n\n".join(fuzzed.failures)
 
@@ -57,9 +56,9 @@ def test_random_plans_on_processes(name: str, count: int, local_ranks: Callable[
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
-def test_no_random_plan_of_two_thousand_differs(pytestconfig: pytest.Config):
+def test_no_random_plan_of_two_thousand_differs(record_property: Record):
     result = on_two_processes(LONG_PLANS, start=CI_PLANS)
-    report(result, pytestconfig)
+    report(result, record_property)
     assert not result.failures, "\n\n".join(result.failures)
 
 
