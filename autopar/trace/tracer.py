@@ -417,7 +417,8 @@ def _export(
             return compat.export(wrapper, tensors)
         except Exception as raised:
             error = session.error or raised
-            if isinstance(error, RegroupError | UnhideError | ChangedStateError | TraceError):
+            placed = isinstance(error, TraceError) and error.where
+            if placed or isinstance(error, RegroupError | UnhideError | ChangedStateError):
                 raise error from None
             hidden = session.repeater.groups and session.repeater.hide
             if hidden and isinstance(error, AttributeError | KeyError | IndexError):
