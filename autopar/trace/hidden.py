@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.state import ModelState, named_modules
+from autopar.graph.ir import Graph
+from autopar.graph.text import to_text
+from autopar.trace import compat
+from autopar.trace.state import ModelState, named_modules, named_tensors
 
 _PLAIN = (bool, int, float, str, torch.Tensor)
 _SIZED = (list, dict, set)
@@ -30,7 +34,7 @@ def refuse_hooks(module: nn.Module) -> None:
         TraceError: Names the parameter or module.
     """
     fix = "remove the hook, and change gradients in the loss or in the optimizer"
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_tensors(module, "_parameters"):
         held = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
         if any(held):
             raise TraceError(
@@ -84,48 +88,55 @@ def refuse_shared_memory(state: ModelState) -> None:
             last_end, last_name = end, name
 
 
-class ChangedStateError(Exception):
-    """Forward set plain attributes: harmless if it sets them to the same values again.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A Python attribute that forward changed.
 
     Attributes:
-        changes: Module, name and new value of each.
-        error: What to raise if they change once more.
+        module: The module it is on.
+        name: Its name.
+        value: Its new value; None for a collection, which keeps what was put into it.
+        path: Path of the module.
     """
 
-    def __init__(self, changes: list[tuple[nn.Module, str, Any]], error: TraceError) -> None:
-        super().__init__(str(error))
-        self.changes, self.error = changes, error
+    module: nn.Module
+    name: str
+    value: Any
+    path: str
+
+    def error(self) -> TraceError:
+        """What to raise if the graph depends on it."""
+        return TraceError(
+            f"forward changes the Python attribute {self.name!r} and depends on it: a graph would "
+            "keep the value it had while tracing",
+            where=f"module {self.path or '(root)'}",
+            fix="keep it in a buffer (register_buffer) and update that in place",
+        )
 
 
 @contextlib.contextmanager
-def python_state_watched(module: nn.Module) -> Iterator[None]:
-    """Refuse a forward that changes Python state or draws from Python's or numpy's generators.
+def python_state_watched(
+    modules: list[tuple[str, nn.Module]], changes: list[Change]
+) -> Iterator[None]:
+    """Note Python attributes that forward changes; refuse draws from Python or numpy.
+
+    Args:
+        modules: All modules with their paths, listed before tracing hides any.
+        changes: Where to note what changed.
 
     Raises:
-        ChangedStateError: Plain values changed, once the body has run.
-        TraceError: Anything else did; names the module and attribute, or the generator.
+        TraceError: Forward drew numbers from `random` or `numpy.random`.
     """
-    before = [(path, child, _held(child)) for path, child in named_modules(module)]
+    before = [(path, child, _held(child)) for path, child in modules]
     drawn = _generators()
     yield
-    plain: list[tuple[nn.Module, str, Any]] = []
-    error: TraceError | None = None
     for path, child, old in before:
         for name, (value, length) in _held(child).items():
             then, sized = old.get(name, (None, None))
-            if not _changed(then, value) and length == sized:
-                continue
-            error = TraceError(
-                f"forward changes the Python attribute {name!r}: a graph would keep the value it "
-                "had while tracing",
-                where=f"module {path or '(root)'}",
-                fix="keep it in a buffer (register_buffer) and update that in place",
-            )
-            if length != sized or isinstance(value, torch.Tensor):
-                raise error
-            plain.append((child, name, value))
-    if error is not None:
-        raise ChangedStateError(plain, error)
+            if length != sized:
+                changes.append(Change(child, name, None, path))
+            elif _changed(then, value):
+                changes.append(Change(child, name, value, path))
     for name, same in zip(("random", "numpy.random"), _same(drawn, _generators()), strict=True):
         if not same:
             raise TraceError(
@@ -133,6 +144,37 @@ def python_state_watched(module: nn.Module) -> Iterator[None]:
                 where="forward",
                 fix="draw with torch (torch.rand_like, dropout), or pass the numbers in as inputs",
             )
+
+
+def refuse_dependence(first: Graph, again: Callable[[], Graph], changes: list[Change]) -> None:
+    """Refuse a graph that depends on Python attributes which forward changes.
+
+    The model is traced once more in the state forward left it in (tensors are stood for by zeros,
+    which show as constants where they are read): only if the graph is the same does the state not
+    matter, as with counters for logs, losses kept for the caller, or sizes set from the inputs.
+
+    Args:
+        first: The graph traced in the model's first state.
+        again: Traces once more.
+        changes: What changed the first time.
+
+    Raises:
+        TraceError: Names the attribute.
+    """
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            value = change.value
+            if value is None:
+                continue
+            if isinstance(value, torch.Tensor):
+                value = torch.zeros(tuple(value.shape), dtype=value.dtype)
+            stack.enter_context(compat.patched(change.module, change.name, value))
+        try:
+            same = to_text(again()) == to_text(first)
+        except TraceError:
+            same = False
+    if not same:
+        raise changes[0].error()
 
 
 def _changed(old: Any, new: Any) -> bool:

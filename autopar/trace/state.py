@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +121,33 @@ def _persistent_buffers(module: nn.Module) -> set[str]:
 
     visit("", module)
     return found
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Whatever tracing or the model's forward changes in the modules is changed back."""
+    tables, empty = [], []
+    for _, child in named_modules(module):
+        space = vars(child)
+        tables.append((space, space.copy()))
+        for name, value in space.items():
+            if isinstance(value, dict) and name[:1] == "_":
+                if value:
+                    tables.append((value, value.copy()))
+                else:
+                    empty.append(value)
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(module, "_parameters")}
+    grads = [(tensor, tensor.requires_grad) for tensor in tensors.values()]
+    try:
+        yield
+    finally:
+        for table, old in tables:
+            same = len(table) == len(old) and all(map(operator.is_, table, old))
+            if not same or not all(map(operator.is_, table.values(), old.values())):
+                table.clear()
+                table.update(old)
+        for table in empty:
+            table.clear()
+        for parameter, flag in grads:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)

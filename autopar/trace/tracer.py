@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -35,14 +34,15 @@ from autopar.trace.guards import (
     leaf_paths,
 )
 from autopar.trace.hidden import (
-    ChangedStateError,
+    Change,
     python_state_watched,
+    refuse_dependence,
     refuse_hooks,
     refuse_shared_memory,
     refuse_tensor_hook,
 )
 from autopar.trace.repeat import InexactError, RegroupError, Repeater, UnhideError
-from autopar.trace.state import ModelState, named_modules, named_tensors
+from autopar.trace.state import ModelState, named_modules, untouched
 
 LossFunction = Callable[..., torch.Tensor]
 Table = tuple[str, dict[str, Any], dict[str, Any], str]
@@ -107,6 +107,7 @@ class _Session:
     loss: str | None = None
     checkpoints: int = 0
     error: Exception | None = None
+    changes: list[Change] = field(default_factory=list)
 
 
 _SESSION: contextvars.ContextVar[_Session] = contextvars.ContextVar("autopar_trace")
@@ -148,6 +149,7 @@ class _Wrapper(nn.Module):
         self.model = model
         self.training = model.training
         self.loss_fn, self.leaves, self.spec = loss_fn, leaves, spec
+        self.listed = named_modules(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run model and loss; returns the tensors of the result, then the loss."""
@@ -169,7 +171,7 @@ class _Wrapper(nn.Module):
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         with (
-            python_state_watched(self.model),
+            python_state_watched(self.listed, _SESSION.get().changes),
             compat.patched(torch.Tensor, "register_hook", refuse_tensor_hook),
         ):
             result = self.model(*args, **kwargs)
@@ -291,9 +293,29 @@ def trace(
     if loss_fn is not None:
         check_loss_function(loss_fn, tuple(args), kwargs)
     refuse_hooks(module)
+    changes: list[Change] = []
+    traced = _traced(module, tuple(args), kwargs, loss_fn, share_layers, changes)
+    if changes:
+        refuse_dependence(
+            traced.graph,
+            lambda: _traced(module, tuple(args), kwargs, loss_fn, share_layers, []).graph,
+            changes,
+        )
+    return traced
+
+
+def _traced(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    share_layers: bool,
+    changes: list[Change],
+) -> Traced:
+    """`trace` without checks; `changes` takes the Python attributes that forward changed."""
     notes: list[str] = []
     excluded: set[str] = set()
-    hide, changed = True, False
+    hide = True
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.no_collection())
         _quieten(module, stack, notes)
@@ -301,18 +323,14 @@ def trace(
             groups = find_groups(module, excluded) if share_layers else []
             repeater = Repeater(groups, hide)
             try:
-                return _trace_once(module, tuple(args), kwargs, loss_fn, repeater, notes)
+                changes.clear()
+                session = _Session(repeater, changes=changes)
+                return _trace_once(module, args, kwargs, loss_fn, session, notes)
             except RegroupError as doubt:
                 excluded |= doubt.groups
                 share_layers = share_layers and len(excluded) < 12
             except UnhideError:
                 hide = False
-            except ChangedStateError as state:
-                if changed:
-                    raise state.error from None
-                changed = True  # values that do not change again are functions of the inputs
-                for child, name, value in state.changes:
-                    stack.enter_context(compat.patched(child, name, value))
 
 
 def _quieten(module: nn.Module, stack: contextlib.ExitStack, notes: list[str]) -> None:
@@ -344,13 +362,12 @@ def _trace_once(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
-    repeater: Repeater,
+    session: _Session,
     notes: list[str],
 ) -> Traced:
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     by_path = leaf_paths((args, kwargs), ("args", "kwargs"))
     tensors = _distinct([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], module)
-    session = _Session(repeater)
     wrapper = _Wrapper(module, loss_fn, leaves, in_spec)
     program = _export(wrapper, module, tuple(tensors), session)
     state = ModelState(module)
@@ -407,7 +424,7 @@ def _export(
     def count() -> None:
         session.checkpoints += 1
 
-    with _untouched(module), contextlib.ExitStack() as stack:
+    with untouched(module), contextlib.ExitStack() as stack:
         stack.callback(_SESSION.reset, _SESSION.set(session))
         stack.enter_context(session.repeater.active())
         stack.enter_context(compat.plain_checkpoints(count))
@@ -418,42 +435,12 @@ def _export(
         except Exception as raised:
             error = session.error or raised
             placed = isinstance(error, TraceError) and error.where
-            if placed or isinstance(error, RegroupError | UnhideError | ChangedStateError):
+            if placed or isinstance(error, RegroupError | UnhideError):
                 raise error from None
             hidden = session.repeater.groups and session.repeater.hide
             if hidden and isinstance(error, AttributeError | KeyError | IndexError):
                 raise UnhideError from error  # perhaps the fault of hiding: try without
             raise explain(error, module) from error
-
-
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Whatever tracing or the model's forward changes in the modules is changed back."""
-    tables, empty = [], []
-    for _, child in named_modules(module):
-        space = vars(child)
-        tables.append((space, space.copy()))
-        for name, value in space.items():
-            if isinstance(value, dict) and name[:1] == "_":
-                if value:
-                    tables.append((value, value.copy()))
-                else:
-                    empty.append(value)
-    tensors = {id(tensor): tensor for _, tensor in named_tensors(module, "_parameters")}
-    grads = [(tensor, tensor.requires_grad) for tensor in tensors.values()]
-    try:
-        yield
-    finally:
-        for table, old in tables:
-            same = len(table) == len(old) and all(map(operator.is_, table, old))
-            if not same or not all(map(operator.is_, table.values(), old.values())):
-                table.clear()
-                table.update(old)
-        for table in empty:
-            table.clear()
-        for parameter, flag in grads:
-            if parameter.requires_grad is not flag:
-                parameter.requires_grad_(flag)
 
 
 def _finish(raw: Capture, session: _Session, state: ModelState) -> tuple[Graph, str | None]:

@@ -32,8 +32,8 @@ class Counts(Base):
 
 class Remembers(Base):
     def forward(self, x):
-        self.last = self.a(x).detach()
-        return super().forward(x)
+        before, self.last = self.last, self.a(x).detach()
+        return super().forward(x) + (0.0 if before is None else before.mean())
 
 
 class Collects(Base):
@@ -112,6 +112,21 @@ def test_what_tracing_would_lose_is_refused(build: Callable[[], nn.Module], said
     assert caught.value.fix and caught.value.where
     if isinstance(model, Base):
         assert (model.count, model.last) == (0, None)
+
+
+class Logs(Base):
+    """Changes attributes of which the result does not depend."""
+
+    def forward(self, x):
+        self.count += 1
+        self.last = self.a(x)
+        return super().forward(x) + self.last.mean()
+
+
+def test_state_that_does_not_matter_is_fine() -> None:
+    model = Logs()
+    trace(model, (torch.randn(2, 4),))
+    assert (model.count, model.last) == (0, None)
 
 
 def test_slices_of_one_buffer_that_do_not_overlap_are_fine() -> None:
