@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 
 import pytest
 import torch
 from torch import nn
 
 from autopar.errors import NonFiniteError, TraceError
+from autopar.graph.blocks import find_blocks
 from autopar.trace import trace
 from tests.models.cases import hostile, language, structure, vision
 from tests.models.check import ALL_PLANS, Case, alone, losses, on_ranks
@@ -226,14 +226,12 @@ def test_a_hand_written_backward_gives_the_gradients_of_eager():
 
 
 def test_depth_costs_little():
-    took = {}
-    for layers in (50, 200, 400):
+    # Seconds are not asserted: tests/bench/bench_trace.py prints them.
+    for layers in (50, 400):
         case = structure.deep(layers)
-        start = time.perf_counter()
         traced = trace(case.model, case.args, {}, case.loss)
-        took[layers] = time.perf_counter() - start
         assert len(traced.parameters) == 6 * layers + 2
-    assert took[400] < 4 * took[200] + 1.0  # linear; generous, for busy machines
+        assert max(block.count for block in find_blocks(traced.graph)) >= layers - 1
 
 
 def test_equal_layers_get_equal_strategies():

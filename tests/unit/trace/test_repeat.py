@@ -1,6 +1,5 @@
 """Repeated layers are traced once, and the graph is the one of a full trace."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -191,18 +190,15 @@ def test_groups():
     assert groups[0].indexed == (("", "index"),)
 
 
-def _seconds(example):
-    start = time.process_time()
-    tracer.trace(*example)
-    return time.process_time() - start
-
-
 @pytest.mark.parametrize(
     ("build", "deep"), [(zoo.meta_gpt, 96), (zoo.meta_llama, 80)], ids=["gpt3", "llama70b"]
 )
-def test_time_depends_on_distinct_layers(build, deep):
-    _seconds(build(4))
-    shallow = min(_seconds(build(8)) for _ in range(2))
-    whole = min(_seconds(build(deep)) for _ in range(2))
-    assert whole < 4.5
-    assert whole < 2 * shallow
+def test_distinct_layers_alone_are_traced(build, deep, copies):
+    # Seconds are printed by tests/bench/bench_trace.py; this is what they depend on.
+    tracer.trace(*build(8))
+    shallow = len(copies)
+    traced = tracer.trace(*build(deep))
+    inline = 8 - shallow
+    assert inline <= 4
+    assert len(copies) - shallow == deep - inline
+    assert max(block.count for block in find_blocks(traced.graph)) >= deep - 1
