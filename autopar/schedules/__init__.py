@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: what every rank does, in which order."""
