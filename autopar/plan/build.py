@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 
 from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
 from autopar.plan.assign import assign, store_split
+from autopar.plan.keys import op_keys
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.plan.remarks import remarks
 from autopar.plan.strategies import (
@@ -24,17 +24,6 @@ from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import Placements, Shard
 from autopar.sharding.sharded import ShardedGraph, shard_graph
-
-
-def op_keys(graph: Graph) -> tuple[str, ...]:
-    """A stable key per node: module path, op and ordinal, e.g. ``layers.0.mlp/aten.relu#1``."""
-    seen: Counter[str] = Counter()
-    keys = []
-    for node in graph.nodes:
-        base = f"{node.module}/{node.op}"
-        keys.append(f"{base}#{seen[base]}")
-        seen[base] += 1
-    return tuple(keys)
 
 
 def fingerprint(graph: Graph) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plan.parts import PipelinePlan, ZeroPlan, check_pipeline, part_lines, read_part
 from autopar.plan.strategies import prime_factors
 from autopar.sharding.mesh import Mesh
 
@@ -62,13 +63,17 @@ class Plan:
     Attributes:
         mesh: ``((axis, size), ...)``, outermost first.
         strategy: Name of the constraints it came from.
-        order: What every axis splits, best first.
+        order: What every axis but the pipeline's splits, best first.
         storage: Axes over which parameters are stored split as well.
         explicit: Whether `order` was given factor by factor (a factor that cannot be split as
             asked is then an error).
         overrides: Choices that differ from what `order` implies: op key to one choice per
             sub-axis.
         parameters: How each parameter is stored.
+        pipeline: Stages, microbatches and their schedule.
+        zero: What data-parallel ranks hold once.
+        recompute: Patterns (as `fnmatch` reads them) over op keys: what backward computes again
+            instead of keeping it; one that begins with ``!`` takes ops out again.
         graph: Fingerprint of the graph's structure.
         inputs: ``(path, text of the spec)`` of every user input.
         unruled: Ops that run replicated.
@@ -83,6 +88,9 @@ class Plan:
     explicit: bool = False
     overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parameters: tuple[ParameterPlan, ...] = ()
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    zero: ZeroPlan = field(default_factory=ZeroPlan)
+    recompute: tuple[str, ...] = ()
     graph: str = ""
     inputs: tuple[tuple[str, str], ...] = ()
     unruled: tuple[UnruledOp, ...] = ()
@@ -94,6 +102,16 @@ class Plan:
     def device_mesh(self) -> Mesh:
         """The mesh as an object."""
         return Mesh(self.mesh)
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, int], ...]:
+        """Axes of the mesh that split tensors: all but the pipeline's."""
+        return tuple(item for item in self.mesh if item[0] != self.pipeline.axis)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pipeline.stages(self.mesh)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -138,7 +156,9 @@ class Plan:
 
     def _placed(self, placement: tuple[str, ...]) -> str:
         """Words such as ``heads (dim 0) over tp``."""
-        axes = [name for name, size in self.mesh for _ in range(len(prime_factors(size)) or 1)]
+        axes = [
+            name for name, size in self.tensor_axes for _ in range(len(prime_factors(size)) or 1)
+        ]
         split: dict[str, list[str]] = {}
         for axis, word in zip(axes, placement, strict=True):
             if word != "whole":
@@ -159,6 +179,7 @@ class Plan:
         for axis, factors in self.order:
             extra = ", parameters stored split" if axis in self.storage else ""
             lines.append(f"  {axis:<8}splits {', '.join(factors) or 'nothing'}{extra}")
+        lines += part_lines(self.pipeline, self.zero, self.recompute, self.mesh)
         if self.overrides:
             lines.append(f"  {len(self.overrides)} ops chosen one by one")
         groups: dict[str, list[ParameterPlan]] = {}
@@ -247,10 +268,19 @@ def _plan(data: Any, where: str) -> Plan:
     """Check and build a plan from parsed JSON."""
     _check_fields(data, where)
     mesh = _pairs(data["mesh"], where, "mesh")
+
+    def fail(path: str, got: object, expected: str) -> PlanError:
+        return _fail(where, path, got, expected)
+
+    pipeline: PipelinePlan = read_part(data["pipeline"], PipelinePlan, fail, "pipeline")
+    zero: ZeroPlan = read_part(data["zero"], ZeroPlan, fail, "zero")
     try:
-        count = sum(len(prime_factors(size)) or 1 for _, size in Mesh(tuple(mesh)).axes)
+        axes = Mesh(tuple(mesh)).axes
+        check_pipeline(pipeline, axes, f"{where}: pipeline.")
+        count = sum(len(prime_factors(n)) or 1 for name, n in axes if name != pipeline.axis)
     except PlanError as error:
-        raise PlanError(error.what, expected=error.expected, where=f"{where}: mesh") from None
+        here = error.where or f"{where}: mesh"
+        raise PlanError(error.what, expected=error.expected, fix=error.fix, where=here) from None
     parameters = _records(
         data["parameters"], where, "parameters", ParameterPlan,
         {"fqn": str, "shape": list, "dtype": str, "placement": list},
@@ -283,6 +313,9 @@ def _plan(data: Any, where: str) -> Plan:
             for key, value in data["overrides"].items()
         },
         parameters=tuple(parameters),
+        pipeline=pipeline,
+        zero=zero,
+        recompute=_strings(data["recompute"], where, "recompute"),
         graph=data["graph"],
         inputs=tuple(inputs),
         unruled=tuple(unruled),
