@@ -175,8 +175,8 @@ class Schedule:
     def __str__(self) -> str:
         delays = ", delays " + " ".join(map(str, self.delays)) if self.delays else ""
         lines = [
-            f"schedule {self.name}: {self.num_microbatches} microbatches,"
-            f" {self.updates} updates{delays}"
+            f"schedule {self.name}: microbatches {self.num_microbatches},"
+            f" updates {self.updates}{delays}"
         ]
         for rank, row in enumerate(self.actions):
             lines.append(" ".join((f"rank {rank}:", *map(str, row))))

@@ -78,10 +78,10 @@ def add_communication(
 ) -> Schedule:
     """`schedule` with a message for every boundary tensor between stages of different ranks.
 
-    A send comes right after the action that makes its tensor, lowest target first. A receive comes right before the
-    action that needs it, but after those of all messages that the same rank has sent before: between two ranks
-    messages have no names, so both must agree on their order. This makes nobody wait longer: what
-    was sent before the message one needs is there when that is.
+    A send comes right after the action that makes its tensor, lowest target first. A receive
+    comes right before the action that needs it, but after those of all messages that the same
+    rank has sent before: between two ranks messages have no names, so both must agree on their
+    order. Nobody waits longer for it: what was sent before a message is there when that is.
 
     Args:
         schedule: A schedule; messages in it are replaced.

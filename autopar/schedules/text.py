@@ -1,6 +1,6 @@
 """Parser of the text form of actions and schedules, and the grid that errors print.
 
-    schedule 1f1b: 2 microbatches, 1 updates
+    schedule 1f1b: microbatches 2, updates 1
     rank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1 0REDUCE0 0UPDATE0
     rank 1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1REDUCE0 1UPDATE0
 
@@ -19,7 +19,7 @@ from autopar.schedules.actions import KINDS, MESSAGES, SENDS, Action, Kind, Sche
 _KIND: dict[str, Kind] = {kind: kind for kind in KINDS}
 _ACTION = re.compile(rf"(\d+)({'|'.join(KINDS)})(\d+)(?:([<>])(\d+))?")
 _TITLE = re.compile(
-    r"schedule (?P<name>.+): (?P<microbatches>\d+) microbatches, (?P<updates>\d+) updates"
+    r"schedule (?P<name>.+): microbatches (?P<microbatches>\d+), updates (?P<updates>\d+)"
     r"(?:, delays (?P<delays>\d+(?: \d+)*))?"
 )
 _RANK = re.compile(r"rank (\d+):(.*)")
