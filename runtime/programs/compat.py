@@ -1,0 +1,64 @@
+"""Calls into torch that may differ from 2.11 to 2.14 or lie outside its stable face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+
+OpOverload = torch._ops.OpOverload
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and strides but no values."""
+    return FakeTensorMode(allow_non_fake_inputs=False)
+
+
+def traced(function: Callable[..., Any], args: list[Tensor]) -> fx.GraphModule:
+    """`function` on fake tensors as a graph of ATen ops, none decomposed."""
+    return proxy_tensor.make_fx(function, tracing_mode="real")(*args)
+
+
+def traced_graph() -> fx.Graph:
+    """The graph that the innermost `traced` is writing."""
+    mode = proxy_tensor.get_proxy_mode()
+    assert mode is not None, "nothing is being traced"
+    return mode.tracer.graph
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Backward runs in the calling thread, where the tracer is."""
+    with ExitStack() as stack:
+        setting = getattr(torch.autograd, "set_multithreading_enabled", None)
+        if setting is not None:
+            stack.enter_context(setting(False))
+        yield
+
+
+def real_value(tensor: Tensor) -> Tensor:
+    """The value of a constant that was made while tracing.
+
+    Raises:
+        ValueError: If a fake tensor has none.
+    """
+    if isinstance(tensor, FakeTensor):
+        if tensor.constant is None:
+            raise ValueError("a fake tensor has no value")
+        return tensor.constant
+    return tensor
+
+
+def schema_of(target: Any) -> Any | None:
+    """The schema of an operator; None for anything else."""
+    return target._schema if isinstance(target, OpOverload) else None
+
+
+def raw_callable(target: Any) -> Any:
+    """What an operator calls, without the Python frame around it."""
+    return getattr(target, "_op", target) if isinstance(target, OpOverload) else target
