@@ -11,54 +11,20 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from autopar.errors import RankError
+from autopar.runtime.handles import Done, Handle, then
+
+__all__ = ["Channel", "Communicator", "Done", "Handle", "Operation", "Ranks", "SoloCommunicator"]
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
 Channel = tuple[int, int]
 Operation = Literal["sum", "max", "min"]
-
-
-class Handle(Protocol):
-    """A collective or message under way."""
-
-    def wait(self) -> Tensor:
-        """Finish it and return its result; further calls return the same."""
-        ...
-
-
-@final
-class Done:
-    """Handle of a collective that has already finished."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        """Return the result."""
-        return self._tensor
-
-
-@final
-class Then:
-    """Handle whose result is made from that of another when it is waited for."""
-
-    def __init__(self, handle: Handle, finish: Callable[[Tensor], Tensor]) -> None:
-        self._waiting: tuple[Handle, Callable[[Tensor], Tensor]] | None = (handle, finish)
-        self._result: Tensor
-
-    def wait(self) -> Tensor:
-        """Finish and return the result."""
-        if self._waiting is not None:
-            handle, finish = self._waiting
-            self._result = finish(handle.wait())
-            self._waiting = None
-        return self._result
 
 
 class Communicator(abc.ABC):
@@ -119,7 +85,7 @@ class Communicator(abc.ABC):
             copy = _plain(tensor)
             copy = copy.clone() if copy is tensor else copy
             handle = self._all_reduce_start(copy, ranks, _plain_op(tensor, op))
-            return Then(handle, tensor.detach().copy_)
+            return then(handle, tensor.detach().copy_)
         return self._all_reduce_start(tensor.detach(), ranks, op)
 
     @final
@@ -393,7 +359,7 @@ class Communicator(abc.ABC):
         if plain.dtype == tensor.dtype:
             return self._reduce_scatter(plain, ranks, op, out, asynchronous)
         handle = self._reduce_scatter(plain, ranks, op, None, asynchronous)
-        return Then(handle, out.copy_ if out is not None else lambda row: row.to(tensor.dtype))
+        return then(handle, out.copy_ if out is not None else lambda row: row.to(tensor.dtype))
 
     def _all_to_all_alone(
         self, flat: Tensor, ranks: Ranks, send_sizes: Sequence[int], receive_sizes: Sequence[int]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, RankError
-from autopar.runtime.comm import Channel, Communicator, Done, Handle, Operation, Ranks
+from autopar.runtime.comm import Channel, Communicator, Operation, Ranks
+from autopar.runtime.handles import Done, Handle, Lazy
 
 T = TypeVar("T")
 
@@ -35,22 +36,6 @@ class _Message:
 
     def __str__(self) -> str:
         return f"message {self.index} of rank {self.source} to rank {self.to} with tag {self.tag}"
-
-
-@final
-class _Waiting:
-    """Handle of something that another rank finishes."""
-
-    def __init__(self, take: Callable[[], Tensor]) -> None:
-        self._take: Callable[[], Tensor] | None = take
-        self._result: Tensor
-
-    def wait(self) -> Tensor:
-        """Wait for it and return the result."""
-        if self._take is not None:
-            self._result = self._take()
-            self._take = None
-        return self._result
 
 
 @final
@@ -200,14 +185,14 @@ class ThreadCommunicator(Communicator):
     def _all_reduce_start(self, tensor: Tensor, ranks: Ranks, op: Operation) -> Handle:
         label = f"all_reduce {op} {tuple(tensor.shape)} {tensor.dtype}"
         collect = self._exchange_start(ranks, label, tensor.clone())
-        return _Waiting(lambda: tensor.copy_(_reduce(torch.stack(collect()), op)))
+        return Lazy(lambda: tensor.copy_(_reduce(torch.stack(collect()), op)))
 
     def _all_gather(
         self, tensor: Tensor, ranks: Ranks, out: Tensor | None, asynchronous: bool
     ) -> Handle:
         label = f"all_gather {tuple(tensor.shape)} {tensor.dtype}"
         collect = self._exchange_start(ranks, label, tensor.clone())
-        return _Waiting(lambda: torch.stack(collect(), out=out))
+        return Lazy(lambda: torch.stack(collect(), out=out))
 
     def _reduce_scatter(
         self, tensor: Tensor, ranks: Ranks, op: Operation, out: Tensor | None, asynchronous: bool
@@ -220,7 +205,7 @@ class ThreadCommunicator(Communicator):
             row = _reduce(torch.stack([item[mine] for item in collect()]), op)
             return row if out is None else out.copy_(row)
 
-        return _Waiting(finish)
+        return Lazy(finish)
 
     def _all_to_all(
         self,
@@ -232,7 +217,7 @@ class ThreadCommunicator(Communicator):
     ) -> Handle:
         pieces = flat.clone().split(send_sizes)
         collect = self._exchange_start(ranks, f"all_to_all {flat.dtype}", pieces)
-        return _Waiting(lambda: self._received(collect(), ranks, receive_sizes))
+        return Lazy(lambda: self._received(collect(), ranks, receive_sizes))
 
     def _received(
         self, everyone: list[tuple[Tensor, ...]], ranks: Ranks, sizes: list[int]
@@ -269,7 +254,7 @@ class ThreadCommunicator(Communicator):
                 )
             return out.copy_(tensor)
 
-        return _Waiting(finish)
+        return Lazy(finish)
 
     def _next_message(self, source: int, to: int, tag: int) -> _Message:
         index = self._messages.get((source, to, tag), 0)

@@ -13,41 +13,12 @@ from torch import Tensor
 
 from autopar.errors import ClusterError, RankError
 from autopar.runtime import compat
-from autopar.runtime.comm import (
-    Channel,
-    Communicator,
-    Done,
-    Handle,
-    Operation,
-    Ranks,
-    SoloCommunicator,
-    Then,
-)
+from autopar.runtime.comm import Channel, Communicator, Operation, Ranks, SoloCommunicator
+from autopar.runtime.handles import Done, Handle, Waiter, Work, then
 
 T = TypeVar("T")
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-@final
-class _Pending:
-    """Handle over a work of torch.distributed.
-
-    Args:
-        work: The work, or None if it has finished.
-        tensor: The result.
-        keep: What the work reads, kept alive until it has finished.
-    """
-
-    def __init__(self, work: Any, tensor: Tensor, keep: Tensor | None = None) -> None:
-        self._work, self._tensor, self._keep = work, tensor, keep
-
-    def wait(self) -> Tensor:
-        """Wait (CPU), or make the current stream wait (CUDA), and return the tensor."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._keep = None
-        return self._tensor
 
 
 @final
@@ -65,6 +36,7 @@ class TorchCommunicator(Communicator):
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
         self._groups: dict[Ranks, Any] = {tuple(range(self.world_size)): dist.group.WORLD}
         self._channels: dict[Channel, Any] = {}
+        self._waiter: Waiter | None = None
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Communicator.gather_objects`."""
@@ -125,7 +97,7 @@ class TorchCommunicator(Communicator):
     def _all_reduce_start(self, tensor: Tensor, ranks: Ranks, op: Operation) -> Handle:
         group = self._group(ranks)
         work = dist.all_reduce(tensor, _OPERATIONS[op], group=group, async_op=True)
-        return _Pending(work, tensor)
+        return Work(work, tensor)
 
     def _all_gather(
         self, tensor: Tensor, ranks: Ranks, out: Tensor | None, asynchronous: bool
@@ -134,7 +106,7 @@ class TorchCommunicator(Communicator):
         work = compat.all_gather_single(
             result.view(-1), tensor.view(-1), group=self._group(ranks), async_op=asynchronous
         )
-        return _Pending(work, result, tensor)
+        return Work(work, result, tensor)
 
     def _reduce_scatter(
         self, tensor: Tensor, ranks: Ranks, op: Operation, out: Tensor | None, asynchronous: bool
@@ -145,7 +117,7 @@ class TorchCommunicator(Communicator):
             sizes = [tensor[0].numel()] * len(ranks)
             rows = self._all_to_all(tensor.view(-1), ranks, sizes, sizes, asynchronous)
             shape = tensor.shape  # not the tensor: the inner handle keeps and drops it
-            return Then(rows, lambda flat: _reduce_rows(flat.view(shape), op, out))
+            return then(rows, lambda flat: _reduce_rows(flat.view(shape), op, out))
         result = tensor.new_empty(tensor.shape[1:]) if out is None else out
         work = compat.reduce_scatter_single(
             result.view(-1),
@@ -154,7 +126,7 @@ class TorchCommunicator(Communicator):
             group=self._group(ranks),
             async_op=asynchronous,
         )
-        return _Pending(work, result, tensor)
+        return Work(work, result, tensor)
 
     def _all_to_all(
         self,
@@ -173,7 +145,7 @@ class TorchCommunicator(Communicator):
             group=self._group(ranks),
             async_op=asynchronous,
         )
-        return _Pending(work, result, flat)
+        return Work(work, result, flat)
 
     def _broadcast(self, tensor: Tensor, ranks: Ranks, source: int) -> Tensor:
         dist.broadcast(tensor, source, group=self._group(ranks))
@@ -182,14 +154,18 @@ class TorchCommunicator(Communicator):
     def _send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         if tensor.numel() == 0:  # both ends know
             return Done(tensor)
-        group = self._channel(self.rank, to) if tensor.is_cuda else None
-        return _Pending(dist.isend(tensor, to, group=group, tag=tag), tensor)
+        if tensor.is_cuda:
+            group = self._channel(self.rank, to)
+            return Work(dist.isend(tensor, to, group=group, tag=tag), tensor)
+        if self._waiter is None:
+            self._waiter = Waiter()
+        return self._waiter.watch(dist.isend(tensor, to, tag=tag), tensor)
 
     def _receive(self, out: Tensor, source: int, tag: int) -> Handle:
         if out.numel() == 0:
             return Done(out)
         group = self._channel(source, self.rank) if out.is_cuda else None
-        return _Pending(dist.irecv(out, source, group=group, tag=tag), out)
+        return Work(dist.irecv(out, source, group=group, tag=tag), out)
 
 
 def _reduce_rows(rows: Tensor, op: Operation, out: Tensor | None) -> Tensor:
