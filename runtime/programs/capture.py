@@ -8,7 +8,6 @@ because every node must know which node of the canonical graph it serves.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,40 +17,27 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, TraceError
 from autopar.runtime.programs import compat, kinds
-from autopar.runtime.programs.dce import eliminate_dead
+from autopar.runtime.programs.clean import clean, functional
 from autopar.runtime.programs.program import Joint, Slot
 
-aten = torch.ops.aten
 Example = tuple[Slot, Tensor]
-
-_SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default))
-_MAX_CONSTANT = 4096
 
 
 class _Labels:
     """Says of every node being traced which fx node of the forward it serves."""
 
     def __init__(self) -> None:
-        self.graph = compat.traced_graph()
-        self.last = self._end()
+        self.last = compat.last_traced()
         self.phase, self.origin = "forward", ""
         self.seen: dict[Any, None] = {}
 
-    def _end(self) -> fx.Node | None:
-        return next(iter(reversed(self.graph.nodes)), None)
-
     def flush(self) -> None:
         """Label what was traced since the last call."""
-        end = self._end()
-        if end is self.last:
-            return
-        for node in reversed(self.graph.nodes):
-            if node is self.last:
-                break
+        for node in compat.traced_since(self.last):
             node.meta["phase"] = self.phase
             if self.origin:
                 node.meta["origin"] = self.origin
-        self.last = end
+        self.last = compat.last_traced()
 
     def enter(self, origin: str) -> None:
         """What is traced from now on serves `origin`."""
@@ -193,7 +179,7 @@ class _Tracing:
             if self.gradients and slot.kind in ("boundary", "loss") and result.requires_grad:
                 # Becomes a placeholder: shapes of results are not known before.
                 tangents.append(torch.empty(result.shape, dtype=result.dtype, device=result.device))
-                made = labels._end()
+                made = compat.last_traced()
                 assert made is not None
                 self.tangents.append((Slot("tangent", slot.name), made))
                 ends.append(result)
@@ -255,72 +241,28 @@ def capture(
     fakes = _fakes(inputs, mode, device)
     with mode, compat.one_thread():
         traced = compat.traced(tracing, fakes)
-    return _Writer(tracing, traced, name).write()
+    slots = (*tracing.inputs, *(slot for slot, _ in tracing.tangents))
+    results = (*tracing.outputs, *tracing.found)
+    tangents = [node for _, node in tracing.tangents]
+    graph = clean(traced, tangents, slots)
+    if any(kinds.written(node) for node in graph.nodes):
+        graph = clean(functional(graph, mode), (), slots)
+    _refuse_writes(graph)
+    return Joint(
+        name=name,
+        graph=graph,
+        inputs=slots,
+        outputs=results,
+        num_forward=len(tracing.outputs),
+        absent=tuple(tracing.absent),
+    )
 
 
-class _Writer:
-    """Copies a traced graph into a clean one: slots in front, no-ops gone, constants inline."""
-
-    def __init__(self, tracing: _Tracing, traced: fx.GraphModule, name: str) -> None:
-        self.tracing, self.traced, self.name = tracing, traced, name
-        self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-
-    def write(self) -> Joint:
-        tracing, traced = self.tracing, self.traced
-        slots = (*tracing.inputs, *(slot for slot, _ in tracing.tangents))
-        holders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        holders += [node for _, node in tracing.tangents]
-        for slot, holder in zip(slots, holders, strict=True):
-            made = self.graph.placeholder(re.sub(r"\W", "_", str(slot)))
-            made.meta = {"val": holder.meta["val"]}
-            self.env[holder] = made
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                self.env[node] = self._constant(node)
-            elif node.op == "call_function" and node not in self.env:
-                self.env[node] = self._call(node)
-        (results,) = next(iter(reversed(traced.graph.nodes))).args
-        self.graph.output(tuple(self.env[node] for node in results))
-        eliminate_dead(self.graph)
-        return Joint(
-            name=self.name,
-            graph=self.graph,
-            inputs=slots,
-            outputs=(*tracing.outputs, *tracing.found),
-            num_forward=len(tracing.outputs),
-            absent=tuple(tracing.absent),
-        )
-
-    def _call(self, node: fx.Node) -> fx.Node:
-        if node.target in _SAME:
-            return self.env[node.args[0]]  # type: ignore[index]
+def _refuse_writes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
         if kinds.written(node):
             raise TraceError(
                 f"{node.target} writes a tensor in place, which a program may not",
                 expected="operations that return new tensors",
                 where=f"graph node {node.meta.get('origin', '')}",
             )
-        made = self.graph.node_copy(node, lambda old: self.env[old])
-        made.meta = {key: node.meta[key] for key in ("val", "origin", "phase") if key in node.meta}
-        return made
-
-    def _constant(self, node: fx.Node) -> fx.Node:
-        """A tensor that the forward made of Python numbers."""
-        fake = getattr(self.traced, str(node.target))
-        value = compat.real_value(fake).cpu()
-        if value.numel() > _MAX_CONSTANT:
-            raise TraceError(
-                f"a tensor of {value.numel()} numbers is made of Python values",
-                expected=f"at most {_MAX_CONSTANT}",
-                fix="keep it in a buffer of the model",
-                where=f"graph node {node.meta.get('origin', '')}",
-            )
-        kwargs = {"dtype": value.dtype, "device": fake.device}
-        if value.ndim:
-            made = self.graph.call_function(torch.tensor, (value.tolist(),), kwargs)
-        else:
-            made = self.graph.call_function(aten.full.default, ([], value.item()), kwargs)
-        user = next(iter(node.users))
-        made.meta = {**user.meta, "val": user.meta["val"]}
-        return made

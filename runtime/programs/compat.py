@@ -31,6 +31,19 @@ def traced_graph() -> fx.Graph:
     return mode.tracer.graph
 
 
+def last_traced() -> fx.Node | None:
+    """The newest node of the graph that is being traced; None at its start."""
+    return next(iter(reversed(traced_graph().nodes)), None)
+
+
+def traced_since(node: fx.Node | None) -> Iterator[fx.Node]:
+    """What was traced after `node`, newest first."""
+    for newer in reversed(traced_graph().nodes):
+        if newer is node:
+            return
+        yield newer
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Backward runs in the calling thread, where the tracer is."""

@@ -1,0 +1,106 @@
+"""From a raw trace to a clean graph: inputs in front, no-ops gone, constants inline, no writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.errors import TraceError
+from autopar.runtime.programs import compat
+from autopar.runtime.programs.dce import eliminate_dead
+from autopar.runtime.programs.program import Slot, output_node
+
+aten = torch.ops.aten
+
+_SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default))
+_MAX_CONSTANT = 4096
+_KEPT = ("val", "origin", "phase")
+
+
+def clean(traced: fx.GraphModule, holders: Sequence[fx.Node], slots: Sequence[Slot]) -> fx.Graph:
+    """Copy a traced graph.
+
+    Args:
+        traced: What the tracer wrote.
+        holders: Calls in it that become inputs, after its own.
+        slots: What the inputs are; they name the placeholders.
+
+    Returns:
+        A graph of placeholders, calls and the output, with the labels of `traced`.
+
+    Raises:
+        TraceError: If a large tensor was made of Python numbers.
+    """
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = [*traced.graph.find_nodes(op="placeholder"), *holders]
+    for slot, holder in zip(slots, inputs, strict=True):
+        made = env[holder] = graph.placeholder(re.sub(r"\W", "_", str(slot)))
+        made.meta = {"val": holder.meta["val"]}
+    for node in traced.graph.nodes:
+        if node in env:
+            continue
+        if node.op == "get_attr":
+            env[node] = _constant(traced, node, graph)
+        elif node.op == "call_function" and node.target in _SAME:
+            env[node] = env[node.args[0]]
+        elif node.op == "call_function":
+            made = env[node] = graph.node_copy(node, env.__getitem__)
+            made.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+    results: Any = output_node(traced.graph).args[0]
+    graph.output(tuple(env[node] for node in results))
+    eliminate_dead(graph)
+    return graph
+
+
+def _constant(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """A tensor that was made of Python numbers while tracing."""
+    found = getattr(traced, str(node.target))
+    value = compat.real_value(found)
+    if value.numel() > _MAX_CONSTANT:
+        raise TraceError(
+            f"a tensor of {value.numel()} numbers is made of Python values",
+            expected=f"at most {_MAX_CONSTANT}",
+            fix="keep it in a buffer of the model",
+            where=f"graph node {node.meta.get('origin', '')}",
+        )
+    reader = next(iter(node.users))  # lifts it; its result says where the tensor lives
+    kwargs = {"dtype": value.dtype, "device": reader.meta["val"].device}
+    if value.ndim:
+        made = graph.call_function(torch.tensor, (value.tolist(),), kwargs)
+    else:
+        made = graph.call_function(aten.full.default, ([], value.item()), kwargs)
+    made.meta = {key: reader.meta[key] for key in _KEPT if key in reader.meta}
+    return made
+
+
+class _Relabel(fx.Interpreter):
+    """Runs a graph under a tracer; what a node becomes inherits its labels."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        before = compat.last_traced()
+        result = super().run_node(n)
+        labels: dict[str, Any] = {key: n.meta[key] for key in ("origin", "phase") if key in n.meta}
+        for node in compat.traced_since(before):
+            node.meta.update(labels)
+        return result
+
+
+def functional(graph: fx.Graph, mode: torch._subclasses.FakeTensorMode) -> fx.GraphModule:
+    """`graph` without writes to tensors it made itself, as a raw trace with the same inputs.
+
+    Done on a finished graph, since autograd cannot run under functionalisation.
+    """
+    module = fx.GraphModule({}, graph)
+
+    def run(*args: Tensor) -> Any:
+        with torch.no_grad():
+            return _Relabel(module).run(*args)
+
+    fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    with mode:
+        return compat.traced(torch.func.functionalize(run), fakes)
