@@ -16,11 +16,12 @@ from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh
 from autopar.runtime.comm import Communicator
 from autopar.runtime.engine import Engine
+from autopar.runtime.execution import Execution
 from autopar.runtime.float64 import in_float64
 from autopar.runtime.initialise import broadcast_from_first, materialise
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory, optimizer_factory
-from autopar.runtime.reshard import MeshContext
+from autopar.runtime.mesh import MeshContext
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
 from autopar.trace import Traced, trace
@@ -130,13 +131,15 @@ class CompiledModel:
             sharded = replace(sharded, graph=traced.graph)
         self._traced = traced
         self._check_ranks_agree(traced)
-        context = MeshContext.create(sharded.mesh, self._comm)
+        execution = Execution.of_plan(self._plan, sharded, traced.loss)
+        context = MeshContext.create(sharded.mesh, self._comm, execution.devices)
         tensors = broadcast_from_first(self._initial(traced), self._comm)
         self._engine = Engine(
             sharded,
             context,
             {**tensors, **traced.constants},
             loss=traced.loss,
+            execution=execution,
             custom=self._custom,
             optimizer=self._factory,
             seed=options.seed,
@@ -245,7 +248,7 @@ class CompiledModel:
         engine = self.build(args, kwargs)
         traced = self._traced
         assert traced is not None
-        values = engine.run("forward", self.inputs(args, kwargs))
+        values = engine.forward(self.inputs(args, kwargs))
         leaves = [
             values[out.value] if out.value else out.literal
             for out in traced.graph.outputs
@@ -310,7 +313,7 @@ class CompiledModel:
         self._engine.load({aliases.get(name, name): tensor for name, tensor in state.items()})
 
     def print_readable(self) -> str:
-        """This rank's program as text: local ops, and every reshard with its collectives."""
+        """This rank's programs as text: every op and collective, forward and backward."""
         if self._engine is None:
             raise PlanError("the model is not compiled yet", fix="call step() first")
-        return self._engine.program("train").print_readable()
+        return self._engine.print_readable()

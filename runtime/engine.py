@@ -1,23 +1,27 @@
-"""One rank's training state and step: local parameters, programs, gradient sync, optimizer."""
+"""One rank's training state and step: stages, their schedule, gradients, optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.errors import NonFiniteError, PlanError
 from autopar.graph.ir import Input
-from autopar.runtime.gradsync import GradientSync
-from autopar.runtime.lower import Custom, Program, lower
-from autopar.runtime.nonfinite import first_non_finite
-from autopar.runtime.reshard import MeshContext, bind_steps, run_steps
-from autopar.runtime.special import set_seed
-from autopar.sharding.placement import REPLICATE, Pair
+from autopar.runtime.execute import Executor, Outcome
+from autopar.runtime.execution import Execution
+from autopar.runtime.lower import Custom
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.nonfinite import Watch
+from autopar.runtime.parameters import Item, OptimizerFactory
+from autopar.runtime.programs.program import Program, Slot
+from autopar.runtime.reshard import bind_steps, run_steps
+from autopar.runtime.unit import StageUnit, build_programs
+from autopar.schedules.actions import Action
+from autopar.sharding.placement import PARTIAL, REPLICATE, Shard
 from autopar.sharding.sharded import ShardedGraph, replicated
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Engine:
@@ -29,6 +33,8 @@ class Engine:
         tensors: Full initial tensors by FQN (parameters, buffers) and key (constants); equal on
             all ranks.
         loss: Name of the loss value, None if the model has none.
+        execution: Stages, schedule and what else a plan decides beside placements; one stage when
+            None.
         custom: Callables of opaque ops.
         optimizer: Makes the optimizer over local parameters; None to only compute gradients.
         seed: Seed of dropout and other random ops.
@@ -42,68 +48,102 @@ class Engine:
         tensors: Mapping[str, Tensor],
         *,
         loss: str | None,
+        execution: Execution | None = None,
         custom: Custom | None = None,
         optimizer: OptimizerFactory | None = None,
         seed: int = 0,
         check_finite: bool = True,
     ) -> None:
         self.sharded, self.context, self.loss = sharded, context, loss
-        self.seed, self.check_finite, self.num_steps = seed, check_finite, 0
+        self.comm = context.comm
+        self.execution = execution or Execution.single(sharded, loss)
         self.custom = custom
+        self.seed, self.check_finite, self.num_steps, self.num_updates = seed, check_finite, 0, 0
         self.everywhere = replicated(sharded.mesh)
-        # The loss may stay a partial sum: backward need not wait until it is complete.
-        self.loss_pair = (
-            Pair(sharded.pairs()[loss].forward, self.everywhere.gradient) if loss else None
-        )
-        self._prepare_groups()
-        graph = sharded.graph
-        self.items: dict[str, Input] = {item.value.name: item for item in graph.inputs}
-        self.tensors: dict[str, Tensor] = {}
-        device = context.comm.device
-        for name, item in self.items.items():
-            if item.kind == "input":
-                continue
-            full = tensors[item.target].detach()
-            if item.kind == "parameter":
-                local = self._to_local(name, full.to(device))
-                self.tensors[name] = nn.Parameter(local, item.value.spec.requires_grad)
-            else:
-                self.tensors[name] = full.to(device, copy=True)
-        self.parameters: dict[str, nn.Parameter] = {
-            item.target: tensor
+        self.items: dict[str, Input] = {item.value.name: item for item in sharded.graph.inputs}
+        self.execution.prepare_groups(context)
+        self.tensors: dict[str, Tensor] = {
+            name: tensors[item.target].detach().to(self.comm.device, copy=True)
             for name, item in self.items.items()
-            if isinstance(tensor := self.tensors.get(name), nn.Parameter)
+            if item.kind in ("buffer", "constant")
         }
         self.buffer_outputs = {
-            out.target: out.value for out in graph.outputs if out.kind == "buffer" and out.value
+            out.target: out.value
+            for out in sharded.graph.outputs
+            if out.kind == "buffer" and out.value
         }
-        self._programs: dict[str, Program] = {}
-        self.sync = GradientSync(
-            [
-                (self.tensors[name], sharded.inputs[name], item.value.spec.shape)  # type: ignore[misc]
-                for name, item in self.items.items()
-                if item.kind == "parameter"
-            ],
-            context,
-        )
-        trainable = [p for p in self.parameters.values() if p.requires_grad]
-        self.optimizer = optimizer(trainable) if optimizer and trainable else None
+        self._factory = optimizer
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.units: dict[int, StageUnit] = {}
+        self._evaluation: dict[int, StageUnit] = {}
+        self._build(tensors)
 
-    def _prepare_groups(self) -> None:
-        """Create every group of ranks that any subset of axes forms, in one order everywhere."""
-        shape = self.sharded.mesh.shape
-        names = self.sharded.mesh.names
-        wide = [name for name, size in zip(names, shape, strict=True) if size > 1]
-        groups: list[tuple[int, ...]] = []
-        for mask in range(1, 2 ** len(wide)):
-            axes = tuple(name for bit, name in enumerate(wide) if mask >> bit & 1)
-            groups += self.sharded.mesh.groups(axes)
-        self.context.comm.prepare(list(dict.fromkeys(groups)))
+    # Building
+
+    def _build(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the stages of this rank and the optimizer."""
+        execution = self.execution
+        for index in execution.stages_of(self.context):
+            names = execution.parameters_of(index)
+            items = [self._item(name, index) for name in names]
+            values = {
+                name: self._to_local(name, tensors[self.items[name].target].detach())
+                for name in names
+            }
+            task = execution.task(index, self.context, self.buffer_outputs)
+            programs = build_programs(
+                self.sharded, self.context, task, self.custom, gradients=self.loss is not None
+            )
+            self.units[index] = StageUnit(
+                programs,
+                items,
+                values,
+                self.tensors,
+                self.comm,
+                schedule=execution.schedule,
+                zero=execution.zero,
+                buffer_targets=self._buffer_names(),
+                update=self._update,
+            )
+        self.executor = Executor(
+            self.comm, lambda stage: execution.rank_of(stage, self.context)
+        )
+        pieces = [piece for unit in self.units.values() for piece in unit.parameters.pieces]
+        trainable = [piece.parameter for piece in pieces]
+        if self._factory and trainable:
+            self.optimizer = self._factory(trainable)
+
+    def _buffer_names(self) -> dict[str, str]:
+        """Buffer by the value that replaces it."""
+        names = {item.target: name for name, item in self.items.items() if item.kind == "buffer"}
+        return {
+            value: names[target] for target, value in self.buffer_outputs.items() if target in names
+        }
+
+    def _item(self, name: str, stage: int) -> Item:
+        """A parameter as a stage of this rank holds it."""
+        spec = self.items[name].value.spec
+        pair = self.sharded.inputs[name]
+        axes = tuple(
+            axis
+            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
+            if have != want and axis != self.context.time
+        )
+        users = self.execution.users(name)
+        return Item(
+            name=name,
+            fqn=self.items[name].target,
+            shape=self.context.grid.local_shape(spec.shape, pair.forward),
+            dtype=getattr(torch, spec.dtype),
+            trainable=spec.requires_grad,
+            ranks=self.execution.ranks_over(users, self.context, axes),
+            shared=len(users) > 1,
+        )
 
     def _to_local(self, name: str, full: Tensor) -> Tensor:
         pair = self.sharded.inputs[name]
         steps = bind_steps(self.everywhere.forward, pair.forward, tuple(full.shape), self.context)
-        return run_steps(steps, full).detach().clone()
+        return run_steps(steps, full.to(self.comm.device)).detach().clone()
 
     def _to_full(self, name: str, local: Tensor) -> Tensor:
         pair = self.sharded.inputs[name]
@@ -112,30 +152,7 @@ class Engine:
         full = run_steps(steps, local.detach())
         return full if steps else full.clone()
 
-    def program(self, kind: str) -> Program:
-        """The program called `kind`: ``train`` (loss and buffers) or ``forward`` (all outputs)."""
-        if kind not in self._programs:
-            graph = self.sharded.graph
-            wanted: list[tuple[str, Pair]] = []
-            if kind == "train":
-                if self.loss is None:
-                    raise PlanError(
-                        "the model returns no loss, so there is nothing to train",
-                        fix="pass loss_fn=... to compile, or return the loss from the model",
-                    )
-                assert self.loss_pair is not None
-                wanted.append((self.loss, self.loss_pair))
-            else:
-                wanted += [
-                    (out.value, self.everywhere)
-                    for out in graph.outputs
-                    if out.kind == "user" and out.value
-                ]
-            wanted += [(value, self.everywhere) for value in self.buffer_outputs.values()]
-            unique = list(dict.fromkeys(wanted))
-            custom = {"custom": self.custom} if self.custom else {}
-            self._programs[kind] = lower(self.sharded, self.context, unique, **custom)
-        return self._programs[kind]
+    # Running
 
     def check_trainable(self) -> None:
         """Refuse a loss that no trainable parameter reaches; eager ``backward()`` would too.
@@ -143,31 +160,23 @@ class Engine:
         Raises:
             PlanError: If a step would train nothing although parameters want gradients.
         """
-        trainable = any(parameter.requires_grad for parameter in self.parameters.values())
+        trainable = any(
+            item.kind == "parameter" and item.value.spec.requires_grad
+            for item in self.items.values()
+        )
         if self.loss and trainable and not self.sharded.graph.spec(self.loss).requires_grad:
             raise PlanError(
                 "the loss depends on no trainable parameter, so a step would train nothing",
                 fix="look for detach(), no_grad or integer ops between the parameters and the loss",
             )
 
-    def run(self, kind: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a program on full inputs.
-
-        Args:
-            kind: ``train`` or ``forward``.
-            inputs: Full input tensors by value name; equal on all ranks.
-
-        Returns:
-            Full outputs by value name.
-        """
-        program = self.program(kind)
-        device = self.context.comm.device
-        set_seed(self.seed * 1_000_003 + self.num_steps)
-        arguments = [
-            self.tensors[name] if name in self.tensors else inputs[name].detach().to(device)
-            for name in program.inputs
-        ]
-        return dict(zip(program.outputs, program.module(*arguments), strict=True))
+    def _values(self, inputs: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
+        """What slots of kind input and seed stand for in this step."""
+        device = self.comm.device
+        values = {Slot("input", name): tensor.detach().to(device) for name, tensor in inputs.items()}
+        seed = self.seed * 1_000_003 + self.num_steps
+        values[Slot("seed", "seed")] = torch.tensor(seed, device=device)
+        return values
 
     def step(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Forward, backward, gradient sync, optimizer step, buffer updates.
@@ -179,94 +188,278 @@ class Engine:
             The loss over the global batch, detached.
 
         Raises:
-            NonFiniteError: On every rank, when the loss is NaN or infinite; nothing was updated.
+            NonFiniteError: On every rank, when the loss is NaN or infinite; nothing was updated
+                (with an asynchronous schedule: by later microbatches).
         """
         loss = self.backward(inputs)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.update()
         return loss
 
+    @torch.no_grad()
     def backward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """A step without the optimizer: gradients are complete in ``parameters[fqn].grad``."""
-        self.program("train")
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self.sync.start_step()
-        outputs = self.run("train", inputs)
-        local = outputs[str(self.loss)]
-        if local.requires_grad:
-            local.sum().backward()
-        loss = self._whole_loss(local.detach())
-        self.sync.finish()
+        """A step without the optimizer (with an asynchronous schedule: with its updates).
+
+        Gradients are complete afterwards, see `full_gradients`.
+        """
+        if self.loss is None:
+            raise PlanError(
+                "the model returns no loss, so there is nothing to train",
+                fix="pass loss_fn=... to compile, or return the loss from the model",
+            )
+        schedule = self.execution.schedule
+        before = {name: self.tensors[name] for name in self._buffer_names().values()}
+        values = self._values(inputs)
+        outcome = self._run(self.units, self.execution.actions(self.context), values)
+        self._reduce_shared()
+        loss = self._whole_loss(outcome)
         if self.check_finite and not torch.isfinite(loss).all():
-            self._non_finite(loss, inputs)
-        self.write_buffers(outputs)
+            self.tensors.update(before)
+            error = self._non_finite(loss, values)
+            self.tensors.update(before)
+            raise error
         self.num_steps += 1
+        if self.execution.asynchronous:
+            self.num_updates += schedule.updates
         return loss
 
-    def _whole_loss(self, local: Tensor) -> Tensor:
-        assert self.loss is not None and self.loss_pair is not None
-        shape = self.sharded.graph.spec(self.loss).shape
-        have, want = self.loss_pair.forward, self.everywhere.forward
-        return run_steps(bind_steps(have, want, shape, self.context), local)
+    def _run(
+        self, units: Mapping[int, StageUnit], actions: Sequence[Action], values: Mapping[Slot, Tensor]
+    ) -> Outcome:
+        schedule = self.execution.schedule
+        count = schedule.num_microbatches
+        for unit in units.values():
+            unit.start_step(self.num_updates)
+        numbers = self.executor.prepare(count)
+        for index in sorted(units):
+            units[index].run_prologue(values, numbers)
+        return self.executor.run(
+            units, actions, values, count, updates=self.execution.asynchronous
+        )
 
-    def write_buffers(self, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the new values of mutated buffers."""
-        names = {item.target: name for name, item in self.items.items() if item.kind == "buffer"}
-        for target, value in self.buffer_outputs.items():
-            if target in names:
-                self.tensors[names[target]] = outputs[value].detach()
+    def _reduce_shared(self) -> None:
+        """Sum the gradients of parameters that several stages use over all of them."""
+        for name in self.execution.shared_names():
+            mine = [
+                unit.parameters.gradients[name]
+                for unit in self.units.values()
+                if name in unit.parameters.gradients
+            ]
+            if not mine:
+                continue
+            total = mine[0] if len(mine) == 1 else torch.stack(mine).sum(0)
+            item = next(u.parameters.items[name] for u in self.units.values() if name in u.parameters.items)
+            total = self.comm.all_reduce(total, item.ranks)
+            for gradient in mine:
+                gradient.copy_(total)
 
-    def _non_finite(self, loss: Tensor, inputs: Mapping[str, Tensor]) -> None:
-        set_seed(self.seed * 1_000_003 + self.num_steps)
-        program = self.program("train")
-        arguments = [
-            self.tensors[name] if name in self.tensors else inputs[name].detach()
-            for name in program.inputs
-        ]
-        where = first_non_finite(program, arguments, self.sharded.graph, self.context.comm)
-        raise NonFiniteError(
+    def update(self) -> None:
+        """The optimizer step of all stages, after `backward`."""
+        if self.execution.asynchronous:
+            return
+        for unit in self.units.values():
+            self._update(unit)
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def _update(self, unit: StageUnit) -> None:
+        if self.optimizer is None:
+            return
+        pieces = unit.parameters.pieces
+        for piece in pieces:
+            piece.parameter.grad = piece.gradient
+        self.optimizer.step()
+        for piece in pieces:
+            piece.parameter.grad = None
+        unit.parameters.gather()
+
+    def _whole_loss(self, outcome: Outcome) -> Tensor:
+        """The loss over the global batch, on every rank."""
+        assert self.loss is not None
+        spec = self.sharded.graph.spec(self.loss)
+        stage = self.execution.loss_stage
+        dtype = getattr(torch, spec.dtype)
+        loss = torch.zeros(spec.shape, dtype=dtype, device=self.comm.device)
+        if stage in self.units:
+            parts = [outcome.losses[m] for m in sorted(outcome.losses)]
+            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            have = self.execution.loss_pair(self.context).forward
+            want = self.everywhere.forward
+            if self.context.time is not None:  # added up above
+                have = tuple(
+                    REPLICATE if axis == self.context.time else placement
+                    for axis, placement in enumerate(have)
+                )
+            loss = run_steps(bind_steps(have, want, spec.shape, self.context), total.detach())
+        return self._from_stage(loss, stage)
+
+    def _from_stage(self, tensor: Tensor, stage: int) -> Tensor:
+        """A tensor of the rank that holds `stage`, on all ranks of this rank's pipeline."""
+        ranks = self.execution.pipeline_ranks(self.context)
+        if len(ranks) == 1:
+            return tensor
+        return self.comm.broadcast(tensor, ranks, self.execution.rank_of(stage, self.context))
+
+    @torch.no_grad()
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model's outputs on a global batch; buffers are not updated.
+
+        Args:
+            inputs: Full inputs by value name; equal on all ranks.
+
+        Returns:
+            Full outputs by value name.
+        """
+        if not self._evaluation:
+            for index, unit in self.units.items():
+                task = self.execution.task(index, self.context, {}, train=False)
+                programs = build_programs(
+                    self.sharded, self.context, task, self.custom, gradients=False
+                )
+                self._evaluation[index] = unit.evaluating(programs)
+        values = self._values(inputs)
+        actions = self.execution.evaluation(self.context)
+        outcome = self._run(self._evaluation, actions, values)
+        found = {}
+        for out in self.sharded.graph.outputs:
+            if out.kind != "user" or out.value is None or out.value in found:
+                continue
+            found[out.value] = self._output(out.value, outcome)
+        return found
+
+    def _output(self, name: str, outcome: Outcome) -> Tensor:
+        """A whole output put together from microbatches, on every rank."""
+        stage = self.execution.stages.owner[name]
+        spec = self.sharded.graph.spec(name)
+        if stage not in self.units:
+            empty = torch.empty(
+                spec.shape, dtype=getattr(torch, spec.dtype), device=self.comm.device
+            )
+            return self._from_stage(empty, stage)
+        made = outcome.outputs[name]
+        parts = [made[microbatch] for microbatch in sorted(made)]
+        time = self.context.time
+        placed = REPLICATE if time is None else self.sharded.pairs()[name].forward[time]
+        if placed == PARTIAL:
+            whole = torch.stack(parts).sum(0)
+        elif isinstance(placed, Shard):
+            inner = placed.stride * math.prod(spec.shape[placed.dim + 1 :])
+            size = placed.size // len(parts)
+            whole = torch.cat([part.reshape(-1, size, inner) for part in parts], 1)
+            whole = whole.reshape(spec.shape)
+        else:
+            whole = parts[0]
+        return self._from_stage(whole, stage)
+
+    def _non_finite(self, loss: Tensor, values: Mapping[Slot, Tensor]) -> NonFiniteError:
+        """Find the op that made the loss what it is, by running forward once more."""
+        watch = Watch(self.comm)
+        units = {index: watch.unit(unit) for index, unit in self.units.items()}
+        self._run(units, self.execution.evaluation(self.context), values)
+        return NonFiniteError(
             f"the loss of step {self.num_steps + 1} is {loss.item()}",
-            where=where,
+            where=watch.where(self.sharded.graph),
             expected="a finite loss; nothing was updated",
             fix="look at the inputs of that step and at the module named above; "
             "check_finite=False turns this check off",
         )
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Full parameters by FQN, gathered; every rank must call."""
-        return {
-            item.target: self._to_full(name, self.tensors[name])
-            for name, item in self.items.items()
-            if item.kind == "parameter"
-        }
+    def print_readable(self) -> str:
+        """The programs of this rank as text, and the order in which they run."""
+        modules = {node.name: node.module for node in self.sharded.graph.nodes}
+        parts = [program.print_readable(modules) for program in self.programs()]
+        actions = " ".join(map(str, self.execution.actions(self.context)))
+        return "\n".join([*parts, f"actions {actions}\n"])
 
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Full gradients by FQN after `backward`, gathered; every rank must call."""
-        found: dict[str, Tensor | None] = {}
-        for name, item in self.items.items():
-            if item.kind == "parameter":
-                grad = self.tensors[name].grad
-                found[item.target] = None if grad is None else self._to_full(name, grad)
+    def programs(self) -> list[Program]:
+        """The programs of this rank, as a step of one microbatch per update runs them."""
+        found = []
+        for unit in self.units.values():
+            if unit.programs.prologue is not None:
+                found.append(unit.programs.prologue)
+            found += [unit.variant(kind, first=True, last=True) for kind in unit.programs.parts]
         return found
 
+    # State
+
+    def _holder(self, name: str) -> tuple[StageUnit | None, int]:
+        """The stage of this rank that has a parameter (if any), and the first stage that has."""
+        users = self.execution.users(name)
+        unit = next((self.units[stage] for stage in users if stage in self.units), None)
+        return unit, users[0]
+
+    def _whole(self, name: str, local: Tensor | None) -> Tensor:
+        """A parameter-shaped tensor on every rank, from the local one of whoever has it."""
+        _, stage = self._holder(name)
+        spec = self.items[name].value.spec
+        if local is None:
+            shape = self.context.grid.local_shape(spec.shape, self.sharded.inputs[name].forward)
+            local = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self.comm.device)
+        return self._to_full(name, self._from_stage(local, stage))
+
+    @torch.no_grad()
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Full parameters by FQN, gathered; every rank must call."""
+        found = {}
+        for name, item in self.items.items():
+            if item.kind == "parameter":
+                unit, _ = self._holder(name)
+                local = unit.parameters.whole_value(name) if unit else None
+                found[item.target] = self._whole(name, local)
+        return found
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Full gradients by FQN after `backward`, gathered; every rank must call."""
+        absent = self._absent()
+        found: dict[str, Tensor | None] = {}
+        for name, item in self.items.items():
+            if item.kind != "parameter":
+                continue
+            if name in absent or not item.value.spec.requires_grad:
+                found[item.target] = None
+                continue
+            unit, _ = self._holder(name)
+            local = unit.parameters.whole_gradient(name) if unit else None
+            found[item.target] = self._whole(name, local)
+        return found
+
+    def _absent(self) -> set[str]:
+        """Parameters that no stage has a gradient for."""
+        present: set[str] = set()
+        for names in self.comm.gather_objects(
+            [name for unit in self.units.values() for name in unit.parameters.present()]
+        ):
+            present.update(names)
+        return {n for n, item in self.items.items() if item.kind == "parameter"} - present
+
+    @torch.no_grad()
     def full_buffers(self) -> dict[str, Tensor]:
-        """Buffers by FQN; every rank holds them whole."""
-        return {
-            item.target: self.tensors[name].detach().clone()
-            for name, item in self.items.items()
-            if item.kind == "buffer"
-        }
+        """Buffers by FQN, from the stages that update them; every rank must call."""
+        found = {}
+        for name, item in self.items.items():
+            if item.kind != "buffer":
+                continue
+            value = self.tensors[name].detach().clone()
+            new = self.buffer_outputs.get(item.target)
+            stage = self.execution.stages.owner.get(new) if new else None
+            found[item.target] = value if stage is None else self._from_stage(value, stage)
+        return found
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take full parameters and buffers by FQN."""
         for name, item in self.items.items():
-            if item.kind == "parameter" and item.target in tensors:
-                full = tensors[item.target].to(self.tensors[name])
-                self.tensors[name].copy_(self._to_local(name, full))
-            elif item.kind == "buffer" and item.target in tensors:
-                self.tensors[name] = tensors[item.target].to(self.tensors[name]).clone()
+            if item.target not in tensors:
+                continue
+            full = tensors[item.target]
+            if item.kind == "parameter":
+                dtype = getattr(torch, item.value.spec.dtype)
+                local = self._to_local(name, full.to(self.comm.device, dtype))
+                for unit in self.units.values():
+                    if name in unit.parameters.items:
+                        unit.parameters.load(name, local)
+            elif item.kind == "buffer":
+                self.tensors[name] = full.to(self.tensors[name]).clone()
 
     def replicas_differ(self) -> str | None:
         """FQN of the first parameter whose copies are not bitwise equal; None if all are.
@@ -274,17 +467,19 @@ class Engine:
         Every rank must call; each tells about the copies of its own part.
         """
         first = None
-        for name, item in self.items.items():
-            if item.kind != "parameter":
-                continue
-            forward = self.sharded.inputs[name].forward
-            axes = tuple(
-                axis
-                for axis, placement in zip(self.sharded.mesh.names, forward, strict=True)
-                if placement == REPLICATE
-            )
-            ranks = self.sharded.mesh.ranks_along(axes, self.context.comm.rank)
-            copies = self.context.comm.all_gather(self.tensors[name].detach(), ranks)
-            if first is None and not torch.equal(copies, copies[:1].expand_as(copies)):
-                first = item.target  # go on: other ranks may see no difference and gather
+        for unit in self.units.values():
+            for name, item in unit.parameters.items.items():
+                pair = self.sharded.inputs[name]
+                axes = tuple(
+                    axis
+                    for axis, placement in enumerate(pair.forward)
+                    if placement == REPLICATE and axis != self.context.time
+                )
+                ranks = self.execution.ranks_over(
+                    self.execution.users(name), self.context, axes
+                )
+                mine = unit.parameters.whole_value(name)
+                copies = self.comm.all_gather(mine, ranks)
+                if first is None and not torch.equal(copies, copies[:1].expand_as(copies)):
+                    first = item.fqn  # go on: other ranks may see no difference and gather
         return first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch
 from torch import fx, nn
 
 from autopar.graph.ir import Arg, Node, Ref, Token
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.microbatch import set_moment
 from autopar.runtime.operators import constant, on_device, resolve
-from autopar.runtime.reshard import MeshContext, Reshard
+from autopar.runtime.programs.program import Slot
+from autopar.runtime.reshard import Reshard
 from autopar.runtime.special import bind_special
 from autopar.sharding.choices import CallPlacement, Choices
 from autopar.sharding.placement import Pair, Placements
@@ -28,18 +31,18 @@ Custom = Callable[[str], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What one rank runs.
+class LocalForward:
+    """The forward computation of one rank's stage, as modules call each other.
 
     Attributes:
         module: Takes the local values of `inputs` in order, returns a tuple of local outputs.
-        inputs: Names of the graph inputs it reads.
+        inputs: What it reads: seed, microbatch, graph inputs, values of earlier stages.
         outputs: Names of the values it returns.
         origins: Name of the graph node that each fx node came from.
     """
 
     module: fx.GraphModule
-    inputs: tuple[str, ...]
+    inputs: tuple[Slot, ...]
     outputs: tuple[str, ...]
     origins: dict[str, str]
 
@@ -219,13 +222,17 @@ class _Lowering:
         return [shape[dim] for shape in shapes]
 
 
-def _needed(sharded: ShardedGraph, outputs: Iterable[str]) -> set[str]:
-    """Names of the values that `outputs` depend on."""
-    needed = set(outputs)
-    for node in reversed(sharded.graph.nodes):
-        if any(value.name in needed for value in node.outputs):
+def _needed(
+    sharded: ShardedGraph, outputs: Iterable[str], arriving: Container[str]
+) -> tuple[set[int], set[str]]:
+    """Indices of the nodes to run for `outputs`, and the names of the values they depend on."""
+    needed, nodes = set(outputs), set()
+    for index in reversed(range(len(sharded.graph.nodes))):
+        node = sharded.graph.nodes[index]
+        if any(value.name in needed and value.name not in arriving for value in node.outputs):
+            nodes.add(index)
             needed.update(node.operands)
-    return needed
+    return nodes, needed
 
 
 def _no_custom(op: str) -> Callable[..., Any]:
@@ -237,32 +244,41 @@ def lower(
     context: MeshContext,
     outputs: Iterable[tuple[str, Pair]],
     custom: Custom = _no_custom,
-) -> Program:
-    """Write the program of one rank.
+    arriving: Sequence[str] = (),
+) -> LocalForward:
+    """Write the forward of one rank.
 
     Args:
         sharded: The graph and its placements.
         context: The rank.
         outputs: Values to return and how to place them.
         custom: Gives the callable of an ``autopar.*`` op.
+        arriving: Values that earlier stages make, in the placement they are made in.
 
     Returns:
-        The rank's program.
+        The rank's forward; of values that arrive it reads those that its outputs need.
     """
     wanted = tuple(outputs)
     state = _Lowering(sharded, context, custom)
-    needed = _needed(sharded, (name for name, _ in wanted))
-    inputs = [item.value.name for item in sharded.graph.inputs if item.value.name in needed]
-    for name in inputs:
-        made = state.fx.placeholder("in_" + re.sub(r"\W", "_", name))
-        state.local[name], state.origins[made.name] = made, name
-    for index, node in enumerate(sharded.graph.nodes):
-        if any(value.name in needed for value in node.outputs):
-            state.emit(node, index)
+    nodes, needed = _needed(sharded, (name for name, _ in wanted), frozenset(arriving))
+    inputs = [Slot("seed", "seed"), Slot("microbatch", "microbatch")]
+    moment = tuple(state.fx.placeholder(slot.name) for slot in inputs)
+    state.fx.call_function(set_moment, moment)
+    inputs += [
+        Slot(item.kind, item.value.name)
+        for item in sharded.graph.inputs
+        if item.value.name in needed and item.value.name not in arriving
+    ]
+    inputs += [Slot("boundary", name) for name in arriving if name in needed]
+    for slot in inputs[2:]:
+        made = state.fx.placeholder("in_" + re.sub(r"\W", "_", slot.name))
+        state.local[slot.name], state.origins[made.name] = made, slot.name
+    for index in sorted(nodes):
+        state.emit(sharded.graph.nodes[index], index)
     state.fx.output(tuple(state.value(name, pair) for name, pair in wanted))
     state.fx.lint()
     module = fx.GraphModule(state.root, state.fx)
-    return Program(
+    return LocalForward(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(name for name, _ in wanted),

@@ -8,40 +8,15 @@ strided and uneven shards need no cases of their own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.comm import Communicator
-from autopar.sharding.mesh import Mesh
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.microbatch import TimeStep, split_time
 from autopar.sharding.placement import Grid, Pair, Placements, Shard, dim_factors, nested_chunk
 from autopar.sharding.reshard import Step, plan_steps
-
-
-@dataclass(frozen=True, slots=True)
-class MeshContext:
-    """A rank's view of the mesh: its communicator and its position.
-
-    Attributes:
-        mesh: The (sub-)axes.
-        comm: Communicator of all ranks of the mesh.
-        grid: Axis sizes and this rank's coordinate.
-    """
-
-    mesh: Mesh
-    comm: Communicator
-    grid: Grid
-
-    @classmethod
-    def create(cls, mesh: Mesh, comm: Communicator) -> MeshContext:
-        """Context of this rank."""
-        return cls(mesh, comm, Grid(mesh.shape, mesh.coordinate(comm.rank)))
-
-    def ranks(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks that differ from this one only along `axes`, in coordinate order."""
-        return self.mesh.ranks_along(tuple(self.mesh.names[axis] for axis in axes), self.comm.rank)
 
 
 def _chunks(
@@ -164,14 +139,28 @@ class StepRunner:
         return torch.cat(parts, 1).reshape(self.shape_after)
 
 
+Runner = StepRunner | TimeStep
+
+
 def bind_steps(
     source: Placements, target: Placements, shape: tuple[int, ...], context: MeshContext
-) -> tuple[StepRunner, ...]:
-    """The steps from `source` to `target` for a tensor of global `shape`, bound to a rank."""
-    return tuple(StepRunner(step, shape, context) for step in plan_steps(source, target))
+) -> tuple[Runner, ...]:
+    """The steps from `source` to `target` for a tensor of global `shape`, bound to a rank.
+
+    Raises:
+        PlanError: If a step needs values of several microbatches at once.
+    """
+    runners: list[Runner] = []
+    for step in plan_steps(source, target):
+        for part in split_time(step, context.time):
+            if part.axes == (context.time,):
+                runners.append(TimeStep(part, shape, context))
+            else:
+                runners.append(StepRunner(part, shape, context))
+    return tuple(runners)
 
 
-def run_steps(steps: tuple[StepRunner, ...], tensor: Tensor) -> Tensor:
+def run_steps(steps: tuple[Runner, ...], tensor: Tensor) -> Tensor:
     """Apply bound steps in order."""
     for step in steps:
         tensor = step.run(tensor)

@@ -176,8 +176,7 @@ def _state(compiled: CompiledModel, comm: Communicator, task: VerifyTask) -> dic
     loss = engine.backward(compiled.inputs(task.args, task.kwargs))
     traffic = comm.take_traffic()
     gradients, buffers = engine.full_gradients(), engine.full_buffers()
-    if engine.optimizer is not None:
-        engine.optimizer.step()
+    engine.update()
     losses = [loss]
     for _ in range(task.steps - 1):
         losses.append(compiled.step(*task.args, **task.kwargs))

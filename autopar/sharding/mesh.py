@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from autopar.errors import ClusterError, PlanError
 
+MICROBATCH = "microbatch"
+"""Name of the axis that runs over time: its positions are the microbatches of a step."""
+
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXAMPLE = 'text such as "dp=2,tp=2"'
 

@@ -20,7 +20,7 @@ from autopar.runtime.special.base import (
     special,
     special_for,
 )
-from autopar.runtime.special.bind import bind_special, get_seed, set_seed
+from autopar.runtime.special.bind import bind_special
 
 __all__ = [
     "SPECIALS",
@@ -28,8 +28,6 @@ __all__ = [
     "LetterSplit",
     "SpecialCall",
     "bind_special",
-    "get_seed",
-    "set_seed",
     "special",
     "special_for",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Node, Ref, TensorSpec, Token
 from autopar.registry import Registry
+from autopar.runtime.microbatch import get_microbatch, take_rows
 from autopar.runtime.operators import constant, resolve
 from autopar.sharding.choices import CallPlacement
 from autopar.sharding.rule import OpRule
@@ -45,7 +46,19 @@ class Axes(abc.ABC):
 
     @abc.abstractmethod
     def maximum(self, tensor: Tensor, axes: AxisIds) -> Tensor:
-        """Elementwise maximum over the ranks, without gradient."""
+        """Elementwise maximum over the ranks, without gradient.
+
+        Raises:
+            PlanError: If the axes contain that of the microbatches.
+        """
+
+    @abc.abstractmethod
+    def repeats(self, axes: AxisIds) -> int:
+        """Number of microbatches if `axes` contains their axis, else 1."""
+
+    @abc.abstractmethod
+    def only_in_time(self, axes: AxisIds) -> bool:
+        """Whether `axes` has no axis but that of the microbatches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +70,9 @@ class LetterSplit:
         stride: Stride of the factor in the letter.
         size: Size of the factor.
         axes: Mesh axes that split it, outer first.
-        start: First position along the factor that this rank owns.
+        start: First position along the factor that this rank owns in microbatch 0.
         length: Number of positions owned.
+        per_microbatch: By how much the start moves from one microbatch to the next.
     """
 
     letter: str
@@ -67,6 +81,14 @@ class LetterSplit:
     axes: AxisIds
     start: int
     length: int
+    per_microbatch: int = 0
+
+    @property
+    def first(self) -> int | Tensor:
+        """First position that this rank owns in the running microbatch."""
+        if not self.per_microbatch:
+            return self.start
+        return get_microbatch() * self.per_microbatch + self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +166,7 @@ class SpecialCall:
         last = self.global_size(letter) - 1
         for split in self._outer_first(letter):
             coordinate = last // split.stride % split.size
+            assert not split.per_microbatch, f"{letter} is split over microbatches"
             last += (split.start + split.length - 1 - coordinate) * split.stride
         return last
 
@@ -160,8 +183,9 @@ class SpecialCall:
             outer = (rest // block) % max(above // block, 1)
             local = local * (above // block) + outer
             inside = (rest // split.stride) % split.size
-            owned = owned & (inside >= split.start) & (inside < split.start + split.length)
-            local = local * split.length + (inside - split.start).clamp(0, split.length - 1)
+            first = split.first
+            owned = owned & (inside >= first) & (inside < first + split.length)
+            local = local * split.length + (inside - first).clamp(0, split.length - 1)
             above = split.stride
         return local * above + rest % above, owned
 
@@ -254,7 +278,7 @@ def _owned(size: int, steps: list[tuple[int, LetterSplit]], device: torch.device
     positions = torch.arange(size, device=device)
     for stride, split in steps:
         blocks = positions.view(-1, split.size, stride)
-        positions = blocks[:, split.start : split.start + split.length].flatten()
+        positions = take_rows(blocks, 1, split.first, split.length).flatten()
     return positions
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -11,29 +10,12 @@ import torch
 from torch import Tensor
 
 from autopar.graph.ir import Node, TensorSpec
-from autopar.runtime.reshard import MeshContext
+from autopar.errors import PlanError
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.microbatch import even_part, get_seed, microbatch_sum
 from autopar.runtime.special.base import Axes, AxisIds, LetterSplit, SpecialCall, special_for
 from autopar.sharding.choices import CallPlacement, Choices
 from autopar.sharding.rule import OpRule
-
-
-class _Seed(threading.local):
-    """The seed of the running step; per thread, because ranks may be threads."""
-
-    value: int | Tensor = 0
-
-
-_SEED = _Seed()
-
-
-def set_seed(seed: int | Tensor) -> None:
-    """Set the seed of all random ops this rank runs from now on, once per step."""
-    _SEED.value = seed
-
-
-def get_seed() -> int | Tensor:
-    """The seed of the running step."""
-    return _SEED.value
 
 
 class _Total(torch.autograd.Function):
@@ -59,7 +41,10 @@ class _Complete(torch.autograd.Function):
 
 @final
 class MeshAxes(Axes):
-    """Collectives among the ranks that differ along some axes of a mesh."""
+    """Collectives among the ranks that differ along some axes of a mesh.
+
+    Along the microbatch axis a sum is one over time, see `autopar.runtime.microbatch`.
+    """
 
     def __init__(self, context: MeshContext) -> None:
         self._context = context
@@ -76,14 +61,36 @@ class MeshAxes(Axes):
         """See `Axes.maximum`."""
         if not axes:
             return tensor
+        if self._context.time in axes:
+            raise PlanError(
+                "a maximum over the batch is needed with all microbatches at once",
+                fix="plan with microbatches=1",
+            )
         return self._context.comm.all_reduce(tensor.detach(), self._context.ranks(axes), "max")
 
     def _apply(self, function: Any, tensor: Tensor, axes: AxisIds) -> Tensor:
         if not axes:
             return tensor
-        comm, ranks = self._context.comm, self._context.ranks(axes)
-        result: Tensor = function.apply(tensor, lambda value: comm.all_reduce(value, ranks))
+        context = self._context
+        ranks = context.ranks(context.without_time(axes))
+
+        def reduce(value: Tensor) -> Tensor:
+            if len(ranks) > 1 or context.time not in axes:
+                value = context.comm.all_reduce(value, ranks)
+            if context.time in axes:
+                value = microbatch_sum(value, context.num_microbatches)
+            return value
+
+        result: Tensor = function.apply(tensor, reduce)
         return result
+
+    def repeats(self, axes: AxisIds) -> int:
+        """See `Axes.repeats`."""
+        return self._context.num_microbatches if self._context.time in axes else 1
+
+    def only_in_time(self, axes: AxisIds) -> bool:
+        """See `Axes.only_in_time`."""
+        return not self._context.without_time(axes)
 
 
 def bind_special(
@@ -113,6 +120,7 @@ def bind_special(
     for unit in units:
         axes = tuple(axis for axis, choice in enumerate(choices) if choice.unit == unit)
         start, length = context.grid.extent(unit.size, axes)
+        in_time = context.time in axes
         splits.append(
             LetterSplit(
                 letter=unit.letter,
@@ -121,6 +129,7 @@ def bind_special(
                 axes=axes,
                 start=start,
                 length=length,
+                per_microbatch=even_part(unit.size, context.num_microbatches) if in_time else 0,
             )
         )
     call = SpecialCall(

@@ -101,8 +101,12 @@ def batch_norm(call: SpecialCall, source: Tensor, *others: Tensor) -> Tensor | t
     old = [given[name] for name in names[2:] if name in given]
     if training:
         letters = call.letters_in(0, dims)
+        axes = call.axes_of(letters)
+        if axes and call.axes.only_in_time(axes):
+            return call.run(source, *others)  # the statistics of a microbatch need nobody else
         count = math.prod(call.operands[0].shape[d] for d in dims)
-        mean, variance = _moments(call, values, dims, count, call.axes_of(letters))
+        mean, variance = _moments(call, values, dims, count, axes)
+        count //= call.axes.repeats(axes)  # the samples that these statistics were taken of
         momentum = call.number(6, "momentum", 0.1)
         fresh = (mean.detach().flatten(), variance.detach().flatten() * (count / max(count - 1, 1)))
         new = [

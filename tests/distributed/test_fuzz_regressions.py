@@ -9,7 +9,8 @@ from autopar.plan.build import make_plan
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.engine import Engine
-from autopar.runtime.reshard import MeshContext, Reshard
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.reshard import Reshard
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import PARTIAL, REPLICATE, Pair, Shard

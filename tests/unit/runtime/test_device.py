@@ -9,7 +9,7 @@ from torch import nn
 from autopar.plan.build import make_plan
 from autopar.runtime.comm import SoloCommunicator
 from autopar.runtime.engine import Engine
-from autopar.runtime.reshard import MeshContext
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.tiny_gpt import GPT, GPTConfig
 from autopar.sharding.mesh import Mesh
 from autopar.trace import trace

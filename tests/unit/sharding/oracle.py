@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm_threads import run_threads
-from autopar.runtime.reshard import MeshContext
-from autopar.runtime.special import bind_special, set_seed
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.microbatch import set_seed
+from autopar.runtime.special import bind_special
 from autopar.sharding.choices import Choice, Choices, place_call
 from autopar.sharding.factors import Unit
 from autopar.sharding.mesh import Mesh

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from autopar.runtime.comm import SoloCommunicator
-from autopar.runtime.reshard import MeshContext
-from autopar.runtime.special import bind_special, set_seed
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.microbatch import set_seed
+from autopar.runtime.special import bind_special
 from autopar.sharding.choices import REPLICATED, place_call
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.rule import rule_for

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_threads import run_threads
-from autopar.runtime.reshard import MeshContext, Reshard, bind_steps, run_steps
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.reshard import Reshard, bind_steps, run_steps
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import (
     PARTIAL,

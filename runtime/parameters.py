@@ -1,0 +1,275 @@
+"""A stage's parameters on one rank: their memory, gradients, ZeRO shards and optimizer.
+
+Gradients live in flat buckets that backward programs write into. What ZeRO (arXiv 1910.02054) leaves
+on a rank, for a bucket of P elements over N data-parallel ranks:
+
+    stage   parameters   gradients   optimizer state    bytes sent per step, in parameters
+    0       P            P           P                  2 (N-1)/N   all-reduce
+    1       P            P           P/N                2 (N-1)/N   reduce-scatter, all-gather
+    2       P            P/N         P/N                2 (N-1)/N   the same, bucket by bucket
+    3       P/N          P/N         P/N                3 (N-1)/N   gather twice, reduce-scatter
+
+A parameter that several stages use is kept whole by each of them, and so is its state; its
+gradients are summed over the stages before the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.comm import Communicator, Handle
+from autopar.runtime.programs.buckets import Bucket
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A parameter as this rank holds it.
+
+    Attributes:
+        name: Name of its value in the graph.
+        fqn: Fully qualified name.
+        shape: Local shape.
+        dtype: Dtype.
+        trainable: Whether it wants a gradient.
+        ranks: Over which ranks its gradient is summed, this one included.
+        shared: Whether other stages use it too.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    ranks: tuple[int, ...]
+    shared: bool = False
+
+
+@dataclass(slots=True)
+class Piece:
+    """What the optimizer sees: a parameter, or this rank's part of one.
+
+    Attributes:
+        fqn: Name of the parameter.
+        parameter: What the optimizer updates in place.
+        start: First element of the flattened local parameter that it covers.
+        gradient: Its gradient's memory, known when there is one.
+    """
+
+    fqn: str
+    parameter: nn.Parameter
+    start: int
+    gradient: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Held:
+    """A bucket's memory on this rank.
+
+    Attributes:
+        bucket: What is in it.
+        zero: ZeRO stage.
+        parameters: Flat parameters: all (ZeRO-1, 2), this rank's shard (ZeRO-3), or none (each has
+            its own memory).
+        gradients: Flat gradients: all (ZeRO-0, 1) or this rank's shard.
+        handle: The reduction under way.
+        pieces: What the optimizer sees of it.
+    """
+
+    bucket: Bucket
+    zero: int
+    parameters: Tensor | None
+    gradients: Tensor
+    handle: Handle | None = None
+    reduced: Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    def shard_range(self, comm: Communicator) -> tuple[int, int]:
+        """Start and end of this rank's shard."""
+        size = self.bucket.numel // len(self.bucket.ranks)
+        start = self.bucket.ranks.index(comm.rank) * size
+        return start, start + size
+
+
+class Parameters:
+    """The parameters of one stage on one rank.
+
+    Args:
+        items: All of them.
+        values: Their local initial values, by name; taken over.
+        buckets: The trainable ones that are not shared, bucket by bucket.
+        absent: Names of trainable parameters that no gradient reaches.
+        zero: ZeRO stage of the buckets.
+        comm: Communicator of all ranks.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Item],
+        values: Mapping[str, Tensor],
+        buckets: Iterable[Bucket],
+        absent: Iterable[str],
+        zero: int,
+        comm: Communicator,
+    ) -> None:
+        self.items = {item.name: item for item in items}
+        self.comm, self.zero = comm, zero
+        self.absent = frozenset(absent)
+        self.values: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.held: dict[str, Held] = {}
+        self.pieces: list[Piece] = []
+        for bucket in buckets:
+            self._hold(bucket, values)
+        for name, item in self.items.items():
+            if name in self.values or self._in_bucket(name):
+                continue
+            parameter = nn.Parameter(values[name].clone(), item.trainable)
+            self.values[name] = parameter
+            if item.trainable:
+                piece = Piece(item.fqn, parameter, 0)
+                if name not in self.absent:
+                    piece.gradient = self.gradients[name] = torch.zeros_like(parameter).detach()
+                self.pieces.append(piece)
+
+    def _in_bucket(self, name: str) -> bool:
+        return any(member.name == name for h in self.held.values() for member in h.bucket.members)
+
+    def _hold(self, bucket: Bucket, values: Mapping[str, Tensor]) -> None:
+        zero = self.zero if len(bucket.ranks) > 1 else 0
+        device = values[bucket.members[0].name].device
+        shard = bucket.numel // len(bucket.ranks)
+        gradients = torch.zeros(
+            bucket.numel if zero < 2 else shard, dtype=bucket.dtype, device=device
+        )
+        held = Held(bucket, zero, None, gradients)
+        self.held[bucket.name] = held
+        if zero == 0:
+            for member in bucket.members:
+                parameter = nn.Parameter(values[member.name].clone())
+                self.values[member.name] = parameter
+                grad = self._view(gradients, member.offset, member.shape)
+                self.gradients[member.name] = grad
+                held.pieces.append(Piece(self.items[member.name].fqn, parameter, 0, grad))
+        else:
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+            for member in bucket.members:
+                view = self._view(flat, member.offset, member.shape)
+                view.copy_(values[member.name])
+                if zero < 3:
+                    self.values[member.name] = view
+                if zero < 2:
+                    self.gradients[member.name] = self._view(
+                        gradients, member.offset, member.shape
+                    )
+            start, end = held.shard_range(self.comm)
+            held.parameters = flat if zero < 3 else flat[start:end].clone()
+            self._cut_pieces(held, start, end)
+        self.pieces += held.pieces
+
+    def _cut_pieces(self, held: Held, start: int, end: int) -> None:
+        """The parts of members that lie in this rank's shard."""
+        assert held.parameters is not None
+        base = held.parameters[start:end] if held.zero < 3 else held.parameters
+        for member in held.bucket.members:
+            low = max(start, member.offset)
+            high = min(end, member.offset + math.prod(member.shape))
+            if low < high:
+                parameter = nn.Parameter(base[low - start : high - start])
+                piece = Piece(self.items[member.name].fqn, parameter, low - member.offset)
+                if held.zero >= 2:
+                    piece.gradient = held.gradients[low - start : high - start]
+                held.pieces.append(piece)
+
+    @staticmethod
+    def _view(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+        return flat[offset : offset + math.prod(shape)].view(shape)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions that backward programs started."""
+        for held in self.held.values():
+            if held.handle is None:
+                continue
+            result, held.handle = held.handle.wait(), None
+            if held.zero == 1:
+                held.reduced = result
+                start, end = held.shard_range(self.comm)
+                pieces = iter(held.pieces)
+                for member in held.bucket.members:
+                    low = max(start, member.offset)
+                    high = min(end, member.offset + math.prod(member.shape))
+                    if low < high:
+                        next(pieces).gradient = result[low - start : high - start]
+
+    def gather(self) -> None:
+        """After an update: bring the parameters that ZeRO-1 and 2 updated elsewhere back."""
+        handles = []
+        for held in self.held.values():
+            if held.zero in (1, 2):
+                assert held.parameters is not None
+                start, end = held.shard_range(self.comm)
+                ranks = held.bucket.ranks
+                whole = held.parameters.view(len(ranks), -1)
+                handles.append(
+                    self.comm.all_gather_start(held.parameters[start:end], ranks, out=whole)
+                )
+        for handle in handles:
+            handle.wait()
+
+    def present(self) -> list[str]:
+        """Names of the parameters that get a gradient."""
+        return [n for n, item in self.items.items() if item.trainable and n not in self.absent]
+
+    def renew(self) -> None:
+        """Give every parameter new memory of equal value; who holds the old keeps it."""
+        for piece in self.pieces:
+            piece.parameter.data = piece.parameter.data.clone()
+
+    def whole_value(self, name: str) -> Tensor:
+        """A parameter's local value, gathered over its data-parallel ranks if need be."""
+        if name in self.values:
+            return self.values[name].detach()
+        return self._gathered(name, lambda held: held.parameters)
+
+    def whole_gradient(self, name: str) -> Tensor | None:
+        """A parameter's reduced local gradient, None if there is none."""
+        if name in self.absent or not self.items[name].trainable:
+            return None
+        for held in self.held.values():
+            if held.zero and any(member.name == name for member in held.bucket.members):
+                return self._gathered(
+                    name, lambda h: h.reduced if h.zero == 1 else h.gradients
+                )
+        return self.gradients[name]
+
+    def _gathered(self, name: str, part: Callable[[Held], Tensor | None]) -> Tensor:
+        for held in self.held.values():
+            for member in held.bucket.members:
+                if member.name == name:
+                    shard = part(held)
+                    assert shard is not None
+                    flat = self.comm.all_gather(shard, held.bucket.ranks).view(-1)
+                    return self._view(flat, member.offset, member.shape)
+        raise AssertionError(name)
+
+    @torch.no_grad()
+    def load(self, name: str, value: Tensor) -> None:
+        """Take a new local value."""
+        if name in self.values:
+            self.values[name].copy_(value)
+            return
+        for held in self.held.values():
+            start, end = held.shard_range(self.comm)
+            for member in held.bucket.members:
+                low = max(start, member.offset)
+                high = min(end, member.offset + math.prod(member.shape))
+                if member.name == name and low < high:
+                    assert held.parameters is not None
+                    piece = value.reshape(-1)[low - member.offset : high - member.offset]
+                    held.parameters[low - start : high - start].copy_(piece)
