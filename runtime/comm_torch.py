@@ -14,6 +14,7 @@ from torch import Tensor
 from autopar.errors import ClusterError, RankError
 from autopar.runtime import compat
 from autopar.runtime.comm import Channel, Communicator, Operation, Ranks, SoloCommunicator
+from autopar.runtime.environment import JobEnvironment, local_rank, read_environment
 from autopar.runtime.handles import Done, Handle, Waiter, Work, then
 
 T = TypeVar("T")
@@ -180,51 +181,42 @@ def from_environment(
 ) -> Communicator:
     """The communicator of the job this process belongs to.
 
-    Joins an initialised torch.distributed job, else one announced by torchrun's variables
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else is alone.
+    Joins an initialised torch.distributed job, else one announced by torchrun's or Slurm's
+    variables (see `autopar.runtime.environment`), else is alone.
 
     Args:
         device: ``"cpu"``, ``"cuda"`` or a device; by default this rank's GPU if there is one.
         timeout_s: Seconds after which a collective that a rank does not join fails.
 
     Raises:
-        ClusterError: If the variables are incomplete, or there are fewer GPUs than local ranks.
+        ClusterError: If the variables are incomplete or contradict each other, or there are fewer
+            GPUs than local ranks.
     """
     if dist.is_initialized():
-        return TorchCommunicator(_choose_device(device, _local_rank()))
-    world_size = _environment_int("WORLD_SIZE", 1)
-    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return TorchCommunicator(_choose_device(device, local_rank(os.environ)))
+    job = read_environment(os.environ)
+    if job is None:
         return SoloCommunicator(_choose_device(device, 0))
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ClusterError(
-            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set",
-            expected="the variables that torchrun sets",
-            fix="start the script with `torchrun --nproc-per-node N` or `autopar run -n N`",
-        )
-    chosen = _choose_device(device, _local_rank())
+    # Slurm may show every task only the GPU it is bound to.
+    bound = job.launcher == "slurm" and torch.cuda.device_count() == 1
+    chosen = _choose_device(device, 0 if bound else job.local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=chosen if chosen.type == "cuda" else None,
-    )
+    _join(job, chosen, timeout_s)
     return TorchCommunicator(chosen)
 
 
-def _local_rank() -> int:
-    return _environment_int("LOCAL_RANK", _environment_int("RANK", 0))
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ClusterError(
-            f"environment variable {name} is {text!r}", expected="a whole number"
-        ) from None
+def _join(job: JobEnvironment, device: torch.device, timeout_s: float) -> None:
+    # torchrun's own agent may already listen on the port, which env:// knows of.
+    method = "env://" if job.launcher == "torchrun" else f"tcp://{job.address}:{job.port}"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=method,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _choose_device(device: str | torch.device | None, local_rank: int) -> torch.device:

@@ -370,7 +370,7 @@ def test_pool_refuses_what_cannot_be_sent():
 
 @pytest.fixture
 def no_job(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
