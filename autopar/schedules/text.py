@@ -143,15 +143,15 @@ def grid(rows: Mapping[int, Sequence[object]], marks: Mapping[int, int], *, radi
             for index in range(centre - radius, centre + radius + 1)
         ]
     widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
+    starts = {rank: marks.get(rank, middle) - radius for rank in cells}
     lines = []
     for rank, line in cells.items():
-        start = marks.get(rank, middle) - radius
-        more = "..." if start > 0 else ""
-        rest = "..." if start + 2 * radius + 1 < len(rows[rank]) else ""
-        text = " ".join(
-            cell.center(width) for cell, width in zip(line, widths, strict=True) if width
-        )
-        lines.append(f"    rank {rank} | {more} {text} {rest}".rstrip())
+        words = [cell.center(width) for cell, width in zip(line, widths, strict=True) if width]
+        if max(starts.values()) > 0:
+            words.insert(0, "..." if starts[rank] > 0 else "   ")
+        if starts[rank] + 2 * radius + 1 < len(rows[rank]):
+            words.append("...")
+        lines.append(f"    rank {rank} | {' '.join(words)}".rstrip())
     return "\n".join(lines)
 
 

@@ -185,12 +185,11 @@ def _check_messages(schedule: Schedule, edges: Edges, places: Places) -> None:
         if action.kind in MESSAGES and action not in needed:
             raise fault(schedule, f"{action} is a message that no edge needs", {rank: index})
     for action in sorted(needed):
-        rank = ranks[action.stage]
+        rank, (user, used_at) = ranks[action.stage], _user(action, places)
         if action not in places:
-            end = {rank: len(schedule.actions[rank])}
-            raise fault(schedule, f"{action} is missing", end)
+            side = "after" if action.kind in SENDS else "before"
+            raise fault(schedule, f"{action} is missing {side} {user}", {rank: used_at})
         index = places[action][1]
-        user, used_at = _user(action, places)
         if (used_at > index) == (action.kind in SENDS):
             sides = (action, user) if action.kind in SENDS else (user, action)
             raise fault(schedule, f"{sides[0]} comes before {sides[1]}", {rank: index})
