@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Node
+from autopar.plan.parts import MICROBATCH
 from autopar.plan.strategies import Constraints
-from autopar.sharding.choices import GRADIENT, REPLICATED, Choice, Choices, place_call
+from autopar.sharding.choices import (
+    GRADIENT,
+    REPLICATED,
+    Choice,
+    Choices,
+    options,
+    place_call,
+)
 from autopar.sharding.factors import Factors, Unit
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.placement import REPLICATE, Pair, Placements, Shard, legal
+from autopar.sharding.placement import PARTIAL, REPLICATE, Pair, Placements, Shard, legal
 from autopar.sharding.rule import OpRule
 
 _ACTIVATIONS_ONLY = frozenset({"seq"})
@@ -27,7 +35,12 @@ class _State:
 
 
 def assign(
-    graph: Graph, factors: Factors, mesh: Mesh, owner: tuple[str, ...], constraints: Constraints
+    graph: Graph,
+    factors: Factors,
+    mesh: Mesh,
+    owner: tuple[str, ...],
+    constraints: Constraints,
+    whole: frozenset[int] = frozenset(),
 ) -> tuple[Choices, ...]:
     """Choose for every op and sub-axis what the constraints ask for.
 
@@ -37,6 +50,7 @@ def assign(
         mesh: The mesh of sub-axes.
         owner: User axis of every sub-axis.
         constraints: What each user axis splits.
+        whole: Indexes of nodes that are computed for all microbatches at once.
 
     Returns:
         One choice per sub-axis for every node.
@@ -48,18 +62,25 @@ def assign(
     orders = tuple(constraints.names(name) for name in owner)
     known: dict[object, tuple[Choices, tuple[Pair, ...]]] = {}
     picked: list[Choices] = []
-    for node, rule, units in zip(graph.nodes, factors.rules, factors.units, strict=True):
+    for index, (node, rule, units) in enumerate(
+        zip(graph.nodes, factors.rules, factors.units, strict=True)
+    ):
         operands = node.operands
         only_parameters = bool(operands) and state.from_parameters.issuperset(operands)
         differentiable = any(value.spec.requires_grad for value in node.outputs)
         # Alike calls on alike operands choose alike, so depth costs a look-up per op.
         key = (
             id(rule), units, tuple(map(state.pairs.get, operands)),
-            only_parameters, differentiable, len(node.outputs),
+            only_parameters, differentiable, len(node.outputs), index in whole,
         )  # fmt: skip
         if key not in known:
-            here = _Call(operands, rule, units, differentiable, only_parameters)
-            choices = _choose(here, orders, mesh, state)
+            linear = tuple(
+                choice for choice in options(node, rule, (), graph.spec) if choice.kind == "linear"
+            )
+            here = _Call(
+                operands, rule, units, differentiable, only_parameters, linear, index in whole
+            )
+            choices = _choose(here, orders, mesh, state, owner[:1] == (MICROBATCH,))
             if constraints.explicit:
                 _check(node, units, choices, owner, constraints, mesh)
             known[key] = (choices, place_call(node, rule, choices).outputs)
@@ -82,14 +103,24 @@ class _Call:
     units: tuple[Unit, ...]
     differentiable: bool
     only_parameters: bool
+    linear: tuple[Choice, ...] = ()
+    whole: bool = False
 
 
-def _choose(call: _Call, orders: tuple[tuple[str, ...], ...], mesh: Mesh, state: _State) -> Choices:
-    """One choice per sub-axis."""
+def _choose(
+    call: _Call,
+    orders: tuple[tuple[str, ...], ...],
+    mesh: Mesh,
+    state: _State,
+    in_time: bool,
+) -> Choices:
+    """One choice per sub-axis; the first axis is the one in time if `in_time`."""
+    choices: list[Choice] = [_over_time(call, orders[0], mesh, state)] if in_time else []
     if call.rule is None:
-        return (REPLICATED,) * len(orders)
-    choices: list[Choice] = []
+        return (*choices, *(REPLICATED,) * (len(orders) - len(choices)))
     for axis, names in enumerate(orders):
+        if in_time and axis == 0:
+            continue
         unit = _pick(call, names, axis, choices, mesh, state)
         if unit is not None:
             choices.append(Choice("split", unit))
@@ -100,6 +131,30 @@ def _choose(call: _Call, orders: tuple[tuple[str, ...], ...], mesh: Mesh, state:
         else:
             choices.append(REPLICATED)
     return tuple(choices)
+
+
+def _over_time(call: _Call, names: tuple[str, ...], mesh: Mesh, state: _State) -> Choice:
+    """The choice along the axis in time, the first one.
+
+    Nothing can be summed over time in the middle of backward, so what has no batch keeps its
+    gradient Partial; and what is a sum already (a loss) stays one as long as ops are linear.
+    """
+    if call.whole:
+        return REPLICATED
+    if call.rule is not None:
+        unit = _pick(call, names, 0, [], mesh, state)
+        if unit is not None:
+            return Choice("split", unit)
+        sums = {
+            slot
+            for slot, name in enumerate(call.operands)
+            if name in state.pairs and state.pairs[name].forward[0] == PARTIAL
+        }
+        sets = call.rule.linear
+        fitting = [choice for choice in call.linear if sums and sums <= sets[choice.index]]
+        if fitting:
+            return min(fitting, key=lambda choice: len(sets[choice.index]))
+    return GRADIENT if call.differentiable else REPLICATED
 
 
 def _matches(unit: Unit, name: str) -> bool:
@@ -158,6 +213,8 @@ def _check(
 ) -> None:
     """Refuse an explicit split that is wider than its factor."""
     for axis in dict.fromkeys(owner):
+        if axis == MICROBATCH:
+            continue
         mine = [i for i, name in enumerate(owner) if name == axis]
         degree = math.prod(mesh.shape[i] for i in mine)
         used = math.prod(mesh.shape[i] for i in mine if choices[i].unit is not None)

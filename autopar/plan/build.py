@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 
 from autopar.errors import PlanError
 from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
-from autopar.plan.assign import assign, store_split
+from autopar.plan.assign import store_split
 from autopar.plan.keys import op_keys
+from autopar.plan.microbatch import (
+    check_batch,
+    check_microbatches,
+    choose_in_time,
+    has_time,
+    microbatch_notes,
+)
+from autopar.plan.parts import PipelinePlan, check_pipeline, check_zero
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
+from autopar.plan.recompute import recompute_patterns, resolve_recompute
 from autopar.plan.remarks import remarks
+from autopar.plan.stages import Stages, assign_stages, cut_keys, given_keys
 from autopar.plan.strategies import (
     STANDARD,
     Constraints,
     check_factor_names,
+    fine_axes,
     parse_constraints,
-    split_axes,
+    tensor_mesh,
 )
 from autopar.sharding.choices import Choices, fits, options
 from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.mesh import Mesh
-from autopar.sharding.placement import Placements, Shard
+from autopar.sharding.placement import REPLICATE, Placements, Shard
 from autopar.sharding.sharded import ShardedGraph, shard_graph
 
 
@@ -89,12 +101,13 @@ def _storage(
     sharded: ShardedGraph, owner: tuple[str, ...], storage: tuple[str, ...]
 ) -> dict[str, Placements]:
     axes = tuple(index for index, name in enumerate(owner) if name in storage)
-    return {
-        item.value.name: store_split(
-            sharded.inputs[item.value.name].forward, item.value.spec.shape, axes, sharded.mesh
-        )
-        for item in sharded.graph.parameters()
-    }
+    stored = {}
+    for item in sharded.graph.parameters():
+        forward = sharded.inputs[item.value.name].forward
+        if has_time(sharded):
+            forward = (REPLICATE, *forward[1:])  # a parameter is there at all times
+        stored[item.value.name] = store_split(forward, item.value.spec.shape, axes, sharded.mesh)
+    return stored
 
 
 def place_graph(
@@ -111,14 +124,15 @@ def place_graph(
     """
     factors = factors or infer_factors(graph)
     check_factor_names(constraints, factors.names())
-    fine, owner = split_axes(mesh)
-    choices = assign(graph, factors, fine, owner, constraints)
+    fine, owner = fine_axes(mesh, constraints.pipeline)
+    choices = choose_in_time(graph, factors, fine, owner, constraints)
     if plan is not None and plan.overrides:
         choices = _choices_from_overrides(graph, factors, fine, choices, plan)
     sharded = shard_graph(graph, factors, fine, choices)
-    if constraints.storage:
+    if constraints.storage or has_time(sharded):
         stored = _storage(sharded, owner, constraints.storage)
         sharded = shard_graph(graph, factors, fine, choices, stored)
+    check_microbatches(sharded)
     return sharded
 
 
@@ -129,6 +143,36 @@ def _word(sharded: ShardedGraph, name: str, placement: object) -> str:
         if (stride, size) == (placement.stride, placement.size):
             return f"{factor}@{placement.dim}:{stride}x{size}"
     return f"dim{placement.dim}@{placement.dim}:{placement.stride}x{placement.size}"
+
+
+def _words(sharded: ShardedGraph, name: str) -> tuple[str, ...]:
+    """How a parameter is stored, a word for every axis but the one in time."""
+    forward = sharded.inputs[name].forward
+    return tuple(_word(sharded, name, item) for item in forward[has_time(sharded) :])
+
+
+def _pipeline(graph: Graph, factors: Factors, mesh: Mesh, pipeline: PipelinePlan) -> PipelinePlan:
+    """`pipeline` with its cuts as op keys: those given, or the best.
+
+    Raises:
+        PlanError: If a given cut is wrong, or the graph has too few ops.
+    """
+    count = pipeline.stages(mesh.axes)
+    where = "constraints['cuts']"
+    stages = assign_stages(graph, factors, count, pipeline.cuts, where=where)
+    if pipeline.cuts:
+        return replace(pipeline, cuts=given_keys(graph, pipeline.cuts))
+    return replace(pipeline, cuts=cut_keys(graph, stages))
+
+
+def plan_stages(plan: Plan, graph: Graph, factors: Factors) -> Stages:
+    """The stages that `plan` cuts `graph` into.
+
+    Raises:
+        PlanError: If its cuts do not fit the graph.
+    """
+    where = "plan: pipeline.cuts"
+    return assign_stages(graph, factors, plan.num_stages, plan.pipeline.cuts, where=where)
 
 
 def _unruled(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
@@ -191,8 +235,9 @@ def describe(
 ) -> Plan:
     """The plan that stands for `sharded`, with overrides where the constraints imply less."""
     graph = sharded.graph
-    fine, owner = split_axes(mesh)
-    implied = assign(graph, sharded.factors, fine, owner, constraints)
+    fine, owner = fine_axes(mesh, constraints.pipeline)
+    rest = tensor_mesh(mesh, constraints.pipeline.axis)
+    implied = choose_in_time(graph, sharded.factors, fine, owner, constraints)
     overrides = {
         key: tuple(map(str, choices))
         for key, choices, base in zip(op_keys(graph), sharded.choices, implied, strict=True)
@@ -205,15 +250,15 @@ def describe(
         storage=constraints.storage,
         explicit=constraints.explicit,
         overrides=overrides,
+        pipeline=_pipeline(graph, sharded.factors, mesh, constraints.pipeline),
+        zero=constraints.zero,
+        recompute=recompute_patterns(graph, constraints.recompute),
         parameters=tuple(
             ParameterPlan(
                 fqn=item.target,
                 shape=item.value.spec.shape,
                 dtype=item.value.spec.dtype,
-                placement=tuple(
-                    _word(sharded, item.value.name, placement)
-                    for placement in sharded.inputs[item.value.name].forward
-                ),
+                placement=_words(sharded, item.value.name),
             )
             for item in graph.parameters()
         ),
@@ -224,7 +269,7 @@ def describe(
             if item.kind == "input"
         ),
         unruled=unruled,
-        notes=(*notes, *remarks(sharded, mesh, owner, constraints)),
+        notes=(*notes, *remarks(sharded, rest, owner, constraints), *microbatch_notes(sharded)),
     )
 
 
@@ -241,14 +286,21 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
     """
     _check_same_model(plan, graph)
     constraints = Constraints(
-        strategy=plan.strategy, order=plan.order, storage=plan.storage, explicit=plan.explicit
+        strategy=plan.strategy,
+        order=plan.order,
+        storage=plan.storage,
+        explicit=plan.explicit,
+        pipeline=plan.pipeline,
+        zero=plan.zero,
+        recompute=plan.recompute,
     )
     factors = infer_factors(graph)
     _check_order(plan, factors)
+    _check_parts(plan, graph, factors, constraints)
     sharded = place_graph(graph, plan.device_mesh, constraints, factors, plan)
     for planned, item in zip(plan.parameters, graph.parameters(), strict=True):
         name = item.value.name
-        words = tuple(_word(sharded, name, p) for p in sharded.inputs[name].forward)
+        words = _words(sharded, name)
         if words != planned.placement:
             raise PlanError(
                 f"the plan stores {planned.fqn} as {list(planned.placement)}, but its choices "
@@ -259,21 +311,34 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
     return sharded
 
 
+def _check_parts(plan: Plan, graph: Graph, factors: Factors, constraints: Constraints) -> None:
+    """Refuse a pipeline, ZeRO or recompute that does not fit mesh and graph."""
+    check_pipeline(plan.pipeline, plan.mesh, "plan: pipeline.")
+    data, storage = constraints.data_axes(), plan.storage
+    check_zero(plan.zero, plan.pipeline, data, storage, "plan: zero")
+    resolve_recompute(graph, plan.recompute, where="plan: recompute")
+    if plan.pipeline.microbatches > 1:
+        where = "plan: pipeline.microbatches"
+        check_batch(graph, factors, plan.pipeline.microbatches, where)
+    plan_stages(plan, graph, factors)
+
+
 def _check_order(plan: Plan, factors: Factors) -> None:
     """Refuse an order or a storage that does not speak of the mesh's axes and known factors."""
-    axes = plan.device_mesh.names
+    axes = tuple(name for name, _ in plan.tensor_axes)
     ordered = [axis for axis, _ in plan.order]
     for axis in (*ordered, *plan.storage):
         if axis not in axes:
             raise PlanError(
-                f"the plan splits over axis {axis!r}, which its mesh lacks",
+                f"the plan splits over axis {axis!r}, which "
+                + ("holds its pipeline" if axis in plan.device_mesh.names else "its mesh lacks"),
                 expected="one of " + ", ".join(axes),
                 where="plan: order" if axis in ordered else "plan: storage",
             )
     if sorted(ordered) != sorted(axes):
         raise PlanError(
             f"the plan says what the axes {ordered} split, its mesh has {list(axes)}",
-            expected="every axis of the mesh once",
+            expected="every axis of the mesh once, but not that of a pipeline",
             where="plan: order",
         )
     known = {*factors.names(), *STANDARD}

@@ -13,9 +13,11 @@ FLOPS_PER_BYTE = 20
 """Operations that take as long as moving one byte: between a CPU core's and a GPU's ratio."""
 
 _CONTRACTIONS = frozenset(
-    "mm addmm bmm baddbmm matmul linear bilinear einsum dot mv addmv vdot inner tensordot "
-    "chain_matmul _grouped_mm grouped_mm_fallback".split()
-)
+    (
+        "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "bilinear", "einsum", "dot", "mv",
+        "addmv", "vdot", "inner", "tensordot", "_grouped_mm", "grouped_mm_fallback",
+    )
+)  # fmt: skip
 _LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 
 

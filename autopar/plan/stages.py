@@ -122,10 +122,13 @@ def is_random(op: str) -> bool:
 
 
 _RANDOM = frozenset(
-    "rand randn randint rand_like randn_like randint_like randperm bernoulli uniform exponential "
-    "normal normal_functional rrelu dropout native_dropout feature_dropout alpha_dropout "
-    "feature_alpha_dropout multinomial random cauchy geometric log_normal poisson binomial".split()
-)
+    (
+        "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm",
+        "bernoulli", "uniform", "exponential", "normal", "normal_functional", "rrelu", "dropout",
+        "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+        "multinomial", "random", "cauchy", "geometric", "log_normal", "poisson", "binomial",
+    )
+)  # fmt: skip
 
 
 def input_only(graph: Graph, *, buffers: bool = True) -> frozenset[int]:
@@ -244,6 +247,13 @@ def cut_keys(graph: Graph, stages: Stages) -> tuple[str, ...]:
     """The cuts of `stages` as a plan names them: op keys of first ops."""
     keys = op_keys(graph)
     return tuple(keys[min(start, len(keys) - 1)] for start in stages.starts[1:])
+
+
+def given_keys(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
+    """Op keys of `cuts`, op keys or module paths that `assign_stages` has accepted."""
+    keys = op_keys(graph)
+    found = [resolve_cut(graph, keys, text) for text in cuts]
+    return tuple(keys[index] for index in found if index is not None)
 
 
 def _automatic(

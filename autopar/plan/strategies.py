@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 from autopar.errors import PlanError
+from autopar.plan.extras import (
+    RESERVED,
+    pipeline_axis,
+    read_pipeline,
+    read_recompute,
+    read_zero,
+    split_text,
+)
+from autopar.plan.parts import MICROBATCH, PipelinePlan, ZeroPlan
 from autopar.sharding.mesh import Mesh
 
 MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
@@ -20,7 +30,10 @@ MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
 STANDARD = (*MODEL, "batch", "seq", "hidden", "channels")
 """Factors that strategies put on axes, whether or not a model has them."""
 
-STRATEGIES = ("ddp", "fsdp", "megatron", "megatron_sp", "2d")
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "megatron", "megatron_sp", "2d")
+
+_DATA = frozenset({"batch", "seq"})
+"""Factors that no parameter has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,29 +42,43 @@ class Constraints:
 
     Attributes:
         strategy: The name they came by, ``custom`` for a factor map.
-        order: For each axis the factors it splits, best first.
+        order: For each axis but the pipeline's the factors it splits, best first.
         storage: Axes over which parameters are also stored split (ZeRO-3 style): they are
             gathered before use and their gradients reduce-scattered.
         explicit: Whether a factor that cannot be split as asked is an error.
+        pipeline: Stages, microbatches and schedule; its cuts may be module paths.
+        zero: What data-parallel ranks hold once.
+        recompute: Patterns over op keys, or names of policies.
     """
 
     strategy: str
     order: tuple[tuple[str, tuple[str, ...]], ...]
     storage: tuple[str, ...] = ()
     explicit: bool = False
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    zero: ZeroPlan = field(default_factory=ZeroPlan)
+    recompute: tuple[str, ...] = ()
 
     def names(self, axis: str) -> tuple[str, ...]:
-        """Factors that `axis` splits, best first."""
-        return dict(self.order).get(axis, ())
+        """Factors that `axis` splits, best first; the axis in time splits the batch."""
+        found = dict(self.order).get(axis)
+        if found is None:
+            return ("batch",) if axis == MICROBATCH else ()
+        return found
+
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes along which only data is split."""
+        return tuple(axis for axis, names in self.order if names and _DATA.issuperset(names))
 
 
 def default_mesh(strategy: str, num_devices: int) -> Mesh:
     """The mesh a strategy uses when none is given.
 
     Args:
-        strategy: Name of the strategy.
+        strategy: Name of the strategy, or constraint text that begins with one.
         num_devices: Number of ranks.
     """
+    strategy = strategy.partition(",")[0].strip()
     if strategy in ("megatron", "megatron_sp"):
         tensor = math.gcd(num_devices, 8)
         return _mesh(dp=num_devices // tensor, tp=tensor)
@@ -71,7 +98,7 @@ def _named(strategy: str, mesh: Mesh) -> Constraints:
     order: list[tuple[str, tuple[str, ...]]] = []
     tensor = [name for name in mesh.names if name not in ("dp", "batch", "replica")]
     for name in mesh.names:
-        if strategy in ("ddp", "fsdp") or name not in tensor:
+        if strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") or name not in tensor:
             order.append((name, batch))
         elif strategy == "megatron":
             order.append((name, MODEL))
@@ -95,7 +122,8 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
     """Normal form of what a user passes as ``constraints=``.
 
     Args:
-        constraints: A strategy name, a map from factor to mesh axis (or to several axes), or
+        constraints: A strategy name, perhaps followed by extras (see `autopar.plan.extras`); a map
+            from factor to mesh axis (or to several axes), with extras by their reserved keys; or
             None for ``ddp``.
         mesh: The mesh the axes are looked up in.
 
@@ -105,21 +133,55 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
     if constraints is None:
         constraints = "ddp"
     if isinstance(constraints, str):
-        if constraints not in STRATEGIES:
-            close = get_close_matches(constraints, STRATEGIES, 1)
-            raise PlanError(
-                f"unknown strategy {constraints!r}",
-                expected="one of " + ", ".join(STRATEGIES) + ", or a map from factor to axis",
-                fix=f"did you mean {close[0]!r}?" if close else None,
-            )
-        return _named(constraints, mesh)
+        constraints = split_text(constraints)
     if not isinstance(constraints, Mapping):
         raise PlanError(
             f"constraints are of type {type(constraints).__name__}",
             expected='a strategy name or a map such as {"heads": "tp", "batch": "dp"}',
         )
-    order: dict[str, list[str]] = {name: [] for name in mesh.names}
-    for factor, axes in constraints.items():
+    extras: dict[str, Any] = {k: v for k, v in constraints.items() if k in RESERVED}
+    splits = {key: value for key, value in constraints.items() if key not in RESERVED}
+    pipeline = read_pipeline(extras, mesh)
+    rest = tensor_mesh(mesh, pipeline_axis(extras, mesh))
+    base = _splits(extras, splits, mesh, rest)
+    if base.strategy in ("zero1", "zero2", "zero3") and "zero" not in extras:
+        extras["zero"] = int(base.strategy[-1])
+    return replace(
+        base,
+        pipeline=pipeline,
+        zero=read_zero(extras, pipeline, base.data_axes(), base.storage),
+        recompute=read_recompute(extras),
+    )
+
+
+def _splits(
+    extras: Mapping[str, Any], splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh
+) -> Constraints:
+    """What each axis splits: by strategy or factor by factor."""
+    strategy = extras.get("strategy", "ddp")
+    if splits and "strategy" in extras:
+        raise PlanError(
+            f"constraints give strategy {strategy!r} and put {next(iter(splits))!r} on an axis",
+            expected="a strategy or a map of factors, not both; other keys are "
+            + ", ".join(RESERVED),
+            where=f"constraints[{next(iter(splits))!r}]",
+        )
+    if splits or not extras:
+        return _factor_map(splits, mesh, rest)
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        close = get_close_matches(str(strategy), STRATEGIES, 1)
+        raise PlanError(
+            f"unknown strategy {strategy!r}",
+            expected="one of " + ", ".join(STRATEGIES) + ", or a map from factor to axis",
+            fix=f"did you mean {close[0]!r}?" if close else None,
+        )
+    return _named(strategy, rest)
+
+
+def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraints:
+    """Constraints of a map from factor to axes of `rest`, all of `mesh` but the pipeline's."""
+    order: dict[str, list[str]] = {name: [] for name in rest.names}
+    for factor, axes in splits.items():
         if not isinstance(factor, str):
             raise PlanError(
                 f"constraints name a factor {factor!r}",
@@ -128,10 +190,11 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
             )
         for axis in axes if isinstance(axes, list | tuple) else (axes,):
             if not isinstance(axis, str) or axis not in order:
-                close = get_close_matches(str(axis), mesh.names, 1)
+                close = get_close_matches(str(axis), rest.names, 1)
+                what = "holds the pipeline" if axis in mesh.names else f"mesh {mesh} lacks"
                 raise PlanError(
-                    f"factor {factor!r} is put on mesh axis {axis!r}, which mesh {mesh} lacks",
-                    expected="one of " + ", ".join(mesh.names),
+                    f"factor {factor!r} is put on mesh axis {axis!r}, which {what}",
+                    expected="one of " + ", ".join(rest.names),
                     fix=f"did you mean {close[0]!r}?" if close else None,
                     where=f"constraints[{factor!r}]",
                 )
@@ -165,6 +228,32 @@ def check_factor_names(constraints: Constraints, known: tuple[str, ...]) -> None
                     fix=f"did you mean {close[0]!r}?" if close else None,
                     where=f"constraints[{factor!r}] -> {axis!r}",
                 )
+
+
+def tensor_mesh(mesh: Mesh, axis: str = "pp") -> Mesh:
+    """`mesh` without the axis of the pipeline: what tensors may be split over in each stage.
+
+    Args:
+        mesh: The user's mesh.
+        axis: The pipeline's axis; `mesh` need not have it.
+    """
+    return Mesh(tuple(item for item in mesh.axes if item[0] != axis))
+
+
+def fine_axes(mesh: Mesh, pipeline: PipelinePlan) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh of a sharded graph: the axis in time, then prime sub-axes of the tensor mesh.
+
+    Args:
+        mesh: The user's mesh.
+        pipeline: Which axis holds stages, and how many microbatches there are.
+
+    Returns:
+        The mesh, and for each of its axes the user's axis, or `MICROBATCH`.
+    """
+    fine, owner = split_axes(tensor_mesh(mesh, pipeline.axis))
+    if pipeline.microbatches == 1:
+        return fine, owner
+    return Mesh(((MICROBATCH, pipeline.microbatches), *fine.axes)), (MICROBATCH, *owner)
 
 
 def split_axes(mesh: Mesh) -> tuple[Mesh, tuple[str, ...]]:
