@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.runtime.comm import Communicator
 from autopar.runtime.programs import compat, ops
+from autopar.runtime.programs.direct import direct
 from autopar.runtime.programs.program import Boxed, Program, output_node, target_name
 
 _NUMBERS = count()
@@ -47,7 +48,7 @@ def generate(program: Program, comm: Communicator) -> Boxed:
     body: Boxed = scope["program"]
 
     def run(values: list[Any]) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), compat.without_autocast():
             return body(values)
 
     run.source = source  # type: ignore[attr-defined]
@@ -63,6 +64,7 @@ class _Writer:
         self.scope: dict[str, Any] = {}
         self.bound: dict[Any, str] = {}
         self.names: dict[fx.Node, str] = {}
+        self.collectives: dict[Any, Callable[..., Any]] = {}
 
     def text(self) -> str:
         graph = self.program.graph
@@ -112,16 +114,17 @@ class _Writer:
             return f"{left} = {self._arg(source)}[{self._arg(index)}]"
         args = [self._arg(arg) for arg in node.args]
         args += [f"{key}={self._arg(arg)}" for key, arg in node.kwargs.items()]
-        return f"{left} = {self._target(node.target)}({', '.join(args)})"
+        call = self._callable(node)
+        name = self._bind(call, target_name(node.target).replace(".", "_"), call)
+        return f"{left} = {name}({', '.join(args)})"
 
-    def _target(self, target: Any) -> str:
-        return self._bind(target, target_name(target).replace(".", "_"), self._callable(target))
-
-    def _callable(self, target: Any) -> Callable[..., Any]:
-        try:
-            return ops.bind(target, self.comm)
-        except KeyError:
-            return compat.raw_callable(target)
+    def _callable(self, node: fx.Node) -> Callable[..., Any]:
+        if node.target not in self.collectives:
+            try:
+                self.collectives[node.target] = ops.bind(node.target, self.comm)
+            except KeyError:
+                return direct(node)
+        return self.collectives[node.target]
 
     def _bind(self, key: Any, name: str, value: Any) -> str:
         """The global name of a value."""

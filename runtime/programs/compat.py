@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,3 +75,9 @@ def schema_of(target: Any) -> Any | None:
 def raw_callable(target: Any) -> Any:
     """What an operator calls, without the Python frame around it."""
     return getattr(target, "_op", target) if isinstance(target, OpOverload) else target
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """What runs inside is not cast, whatever the caller's autocast."""
+    guard = getattr(torch._C, "_DisableAutocast", None)
+    return nullcontext() if guard is None else guard()

@@ -15,10 +15,13 @@ from torch import fx
 from autopar.runtime.programs import kinds
 from autopar.runtime.programs.dce import eliminate_dead
 from autopar.runtime.programs.program import Joint, Program, Slot
+from autopar.runtime.programs.weights import separate_convolutions, weight_nodes
 
 # Inputs that backward is given again; the others (what another stage sent, a version of a buffer)
 # belong to one microbatch, so forward passes them on.
-_GIVEN_AGAIN = frozenset(("parameter", "constant", "input", "seed", "microbatch", "prologue"))
+_GIVEN_AGAIN = frozenset(
+    ("parameter", "shard", "constant", "input", "seed", "microbatch", "prologue")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +197,13 @@ def split(joint: Joint, *, recompute: Collection[str] = (), weight: bool = False
     Returns:
         The programs. A ``saved`` slot bears the name of its node in `joint`.
     """
+    if weight:
+        joint = separate_convolutions(joint)
     state = _Split(joint, recompute)
     own = joint.outputs[joint.num_forward :]
     results = [(slot, state.results[slot]) for slot in own]
     nodes = [node for node in joint.calls() if not joint.is_forward(node)]
-    late = _weight_nodes(joint, nodes) if weight else frozenset[fx.Node]()
+    late = weight_nodes(joint) if weight else frozenset[fx.Node]()
     early_results = [(slot, node) for slot, node in results if node not in late]
     early = [node for node in nodes if node not in late]
     part = _later(state, early, early_results, state.resolve_forward)
@@ -231,26 +236,3 @@ def _weight(
 
     part = _later(state, nodes, results, resolve)
     return part.finish(f"{joint.name} weight gradients", results)
-
-
-def _weight_nodes(joint: Joint, nodes: list[fx.Node]) -> frozenset[fx.Node]:
-    """Backward nodes that lead to exactly one gradient of a parameter and to nothing else."""
-    many = Slot("output", "")
-    leads: dict[fx.Node, Slot] = {}
-
-    def add(node: fx.Node, slot: Slot) -> None:
-        leads[node] = slot if leads.get(node, slot) == slot else many
-
-    for slot, node in joint.output_nodes().items():
-        add(node, slot if slot.kind == "gradient" else many)
-    for node in reversed(nodes):
-        slot = leads.setdefault(node, many)  # a collective that nothing reads here
-        for source in node.all_input_nodes:
-            add(source, slot)
-    found = {node for node in nodes if leads[node] != many}
-    # What only picks or views a result of an earlier program is made there.
-    for node in nodes:
-        picks = node.target is operator.getitem or kinds.is_view_node(node)
-        if picks and not any(source in found for source in node.all_input_nodes):
-            found.discard(node)
-    return frozenset(found)
