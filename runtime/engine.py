@@ -92,7 +92,13 @@ class Engine:
             }
             task = execution.task(index, self.context, self.buffer_outputs)
             programs = build_programs(
-                self.sharded, self.context, task, self.custom, gradients=self.loss is not None
+                self.sharded,
+                self.context,
+                task,
+                self.custom,
+                items,
+                execution.zero,
+                gradients=self.loss is not None,
             )
             self.units[index] = StageUnit(
                 programs,
@@ -101,7 +107,6 @@ class Engine:
                 self.tensors,
                 self.comm,
                 schedule=execution.schedule,
-                zero=execution.zero,
                 buffer_targets=self._buffer_names(),
                 update=self._update,
             )
@@ -130,6 +135,9 @@ class Engine:
             if have != want and axis != self.context.time
         )
         users = self.execution.users(name)
+        names = self.context.mesh.names
+        divided = tuple(a for a in axes if names[a] in self.execution.zero_axes)
+        rest = tuple(axis for axis in axes if axis not in divided)
         return Item(
             name=name,
             fqn=self.items[name].target,
@@ -137,6 +145,9 @@ class Engine:
             dtype=getattr(torch, spec.dtype),
             trainable=spec.requires_grad,
             ranks=self.execution.ranks_over(users, self.context, axes),
+            zero_ranks=self.context.ranks(divided),
+            rest_ranks=self.context.ranks(rest),
+            alone=(self.comm.rank,),
             shared=len(users) > 1,
         )
 
@@ -313,7 +324,7 @@ class Engine:
             for index, unit in self.units.items():
                 task = self.execution.task(index, self.context, {}, train=False)
                 programs = build_programs(
-                    self.sharded, self.context, task, self.custom, gradients=False
+                    self.sharded, self.context, task, self.custom, (), gradients=False
                 )
                 self._evaluation[index] = unit.evaluating(programs)
         values = self._values(inputs)

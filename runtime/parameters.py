@@ -39,6 +39,9 @@ class Item:
         dtype: Dtype.
         trainable: Whether it wants a gradient.
         ranks: Over which ranks its gradient is summed, this one included.
+        zero_ranks: Those of them over which ZeRO divides it.
+        rest_ranks: Those that hold the same part of it then, over which that is summed.
+        alone: This rank.
         shared: Whether other stages use it too.
     """
 
@@ -48,6 +51,9 @@ class Item:
     dtype: torch.dtype
     trainable: bool
     ranks: tuple[int, ...]
+    zero_ranks: tuple[int, ...]
+    rest_ranks: tuple[int, ...]
+    alone: tuple[int, ...]
     shared: bool = False
 
 
@@ -74,7 +80,8 @@ class Held:
 
     Attributes:
         bucket: What is in it.
-        zero: ZeRO stage.
+        zero: ZeRO stage; 0 for a bucket of one rank.
+        rest: Ranks that hold the same shard.
         parameters: Flat parameters: all (ZeRO-1, 2), this rank's shard (ZeRO-3), or none (each has
             its own memory).
         gradients: Flat gradients: all (ZeRO-0, 1) or this rank's shard.
@@ -84,6 +91,7 @@ class Held:
 
     bucket: Bucket
     zero: int
+    rest: tuple[int, ...]
     parameters: Tensor | None
     gradients: Tensor
     handle: Handle | None = None
@@ -148,7 +156,8 @@ class Parameters:
         gradients = torch.zeros(
             bucket.numel if zero < 2 else shard, dtype=bucket.dtype, device=device
         )
-        held = Held(bucket, zero, None, gradients)
+        rest = self.items[bucket.members[0].name].rest_ranks if zero else (self.comm.rank,)
+        held = Held(bucket, zero, rest, None, gradients)
         self.held[bucket.name] = held
         if zero == 0:
             for member in bucket.members:
@@ -192,20 +201,36 @@ class Parameters:
         return flat[offset : offset + math.prod(shape)].view(shape)
 
     def finish_reduce(self) -> None:
-        """Wait for the reductions that backward programs started."""
+        """Wait for the reductions that backward programs started; finish those of shards."""
         for held in self.held.values():
-            if held.handle is None:
-                continue
-            result, held.handle = held.handle.wait(), None
-            if held.zero == 1:
-                held.reduced = result
+            if held.handle is not None:
+                result, held.handle = held.handle.wait(), None
+                held.reduced = result if held.zero == 1 else None
+        handles = []
+        for held in self.held.values():
+            if len(held.rest) > 1:
+                shard = held.reduced if held.zero == 1 else held.gradients
+                assert shard is not None
+                handles.append(self.comm.all_reduce_start(shard, held.rest))
+        for handle in handles:
+            handle.wait()
+        for held in self.held.values():
+            if held.zero == 1 and held.reduced is not None:
                 start, end = held.shard_range(self.comm)
-                pieces = iter(held.pieces)
-                for member in held.bucket.members:
-                    low = max(start, member.offset)
-                    high = min(end, member.offset + math.prod(member.shape))
-                    if low < high:
-                        next(pieces).gradient = result[low - start : high - start]
+                for piece, (low, high) in zip(held.pieces, self._cuts(held), strict=True):
+                    piece.gradient = held.reduced[low - start : high - start]
+                    assert high <= end, (low, high, end)
+
+    def _cuts(self, held: Held) -> list[tuple[int, int]]:
+        """Start and end in the bucket of every member's part in this rank's shard."""
+        start, end = held.shard_range(self.comm)
+        found = []
+        for member in held.bucket.members:
+            low = max(start, member.offset)
+            high = min(end, member.offset + member.numel)
+            if low < high:
+                found.append((low, high))
+        return found
 
     def gather(self) -> None:
         """After an update: bring the parameters that ZeRO-1 and 2 updated elsewhere back."""

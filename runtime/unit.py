@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,14 @@ from autopar.runtime.lower import Custom, lower
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.parameters import Item, Parameters
 from autopar.runtime.programs.accumulate import accumulate, finish_order
-from autopar.runtime.programs.buckets import Bucket, make_buckets, reduce_buckets
+from autopar.runtime.programs.buckets import Bucket, Reduction, make_buckets, reduce_buckets
 from autopar.runtime.programs.capture import capture
+from autopar.runtime.programs.overlap import overlap
 from autopar.runtime.programs.program import Joint, Program, Slot
 from autopar.runtime.programs.prologue import hoist_prologue
 from autopar.runtime.programs.recording import RecordingCommunicator
 from autopar.runtime.programs.split import split
+from autopar.runtime.programs.zero import gather_parameters, gradient_buckets, scatter_gradients
 from autopar.schedules.actions import Schedule
 from autopar.sharding.placement import Pair
 from autopar.sharding.sharded import ShardedGraph
@@ -57,6 +59,23 @@ class StageTask:
     recompute: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Buckets of a stage.
+
+    Attributes:
+        zero: ZeRO stage.
+        buckets: Of gradients, by the kind of the program that makes them.
+        absent: Trainable parameters that no gradient reaches.
+        gathered: With ZeRO-3, the bucket of gradients that belongs to each one of parameters.
+    """
+
+    zero: int = 0
+    buckets: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    gathered: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class StagePrograms:
     """The programs of a stage before they are bound to a communicator.
@@ -66,12 +85,14 @@ class StagePrograms:
         joint: Forward and backward as one graph.
         prologue: Sums over the batch that inputs alone determine, None if there are none.
         parts: Program by action kind: F and B, or F, I and W.
+        layout: How gradients and parameters lie in buckets.
     """
 
     task: StageTask
     joint: Joint
     prologue: Program | None
     parts: dict[str, Program]
+    layout: Layout
 
     def later(self, kind: str) -> frozenset[Slot]:
         """Slots that programs after `kind` read of the same microbatch."""
@@ -85,6 +106,8 @@ def build_programs(
     context: MeshContext,
     task: StageTask,
     custom: Custom | None,
+    items: Sequence[Item],
+    zero: int = 0,
     *,
     gradients: bool = True,
 ) -> StagePrograms:
@@ -112,13 +135,97 @@ def build_programs(
             gradients=gradients, name=f"stage {task.index}", device=comm.device,
         )  # fmt: skip
     prologue, joint = hoist_prologue(joint)
-    programs = split(joint, recompute=task.recompute, weight=task.splits_backward)
-    parts = {"F": programs.forward}
+    return cut_programs(joint, prologue, task, items, zero if gradients else 0, gradients=gradients)
+
+
+def _parts(joint: Joint, recompute: Collection[str], weight: bool) -> dict[str, Program]:
+    programs = split(joint, recompute=recompute, weight=weight)
     if programs.weight is not None:
-        parts |= {"I": programs.backward, "W": programs.weight}
-    elif gradients:
-        parts["B"] = programs.backward
-    return StagePrograms(task=task, joint=joint, prologue=prologue, parts=parts)
+        return {"F": programs.forward, "I": programs.backward, "W": programs.weight}
+    return {"F": programs.forward, "B": programs.backward}
+
+
+def cut_programs(
+    joint: Joint,
+    prologue: Program | None,
+    task: StageTask,
+    items: Sequence[Item],
+    zero: int,
+    *,
+    gradients: bool,
+) -> StagePrograms:
+    """Cut a captured stage into programs and lay its parameters and gradients into buckets."""
+    if not gradients:
+        forward = _parts(joint, (), weight=False)["F"]
+        return StagePrograms(
+            task=task, joint=joint, prologue=prologue, parts={"F": forward}, layout=Layout()
+        )
+    parts = _parts(joint, task.recompute, task.splits_backward)
+    by_name = {item.name: item for item in items}
+    orders = {kind: finish_order(program) for kind, program in parts.items() if kind != "F"}
+    known = {name for order in orders.values() for name in order}
+    absent = tuple(item.name for item in items if item.trainable and item.name not in known)
+    buckets: dict[str, tuple[Bucket, ...]] = {}
+    gathered: dict[str, str] = {}
+    if zero == 3:
+        uses = _use_order(joint)
+        flat: list[Bucket] = []
+        for kind, order in orders.items():
+            wanted = [name for name in uses if name in set(order)]
+            prefix = f"stage {task.index} {kind} parameters"
+            made = _buckets(wanted, by_name, zero, prefix)
+            mine = gradient_buckets(made, f"stage {task.index} {kind} gradients")
+            buckets[kind] = mine
+            for parameter, gradient in zip(made, mine, strict=True):
+                if len(parameter.ranks) > 1:
+                    gathered[parameter.name] = gradient.name
+                    flat.append(parameter)
+        joint = gather_parameters(joint, flat)
+        parts = _parts(joint, task.recompute | gathered.keys(), task.splits_backward)
+    else:
+        for kind, order in orders.items():
+            prefix = f"stage {task.index} {kind} gradients"
+            buckets[kind] = _buckets(order, by_name, zero, prefix)
+    layout = Layout(zero=zero, buckets=buckets, absent=absent, gathered=gathered)
+    return StagePrograms(task=task, joint=joint, prologue=prologue, parts=parts, layout=layout)
+
+
+def _use_order(joint: Joint) -> list[str]:
+    """Parameters in the order of their first use."""
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    first = {
+        slot.name: min((order[user] for user in node.users), default=len(order))
+        for slot, node in joint.input_nodes().items()
+        if slot.kind == "parameter"
+    }
+    return sorted(first, key=first.__getitem__)
+
+
+def _buckets(
+    order: Sequence[str], items: Mapping[str, Item], zero: int, prefix: str
+) -> tuple[Bucket, ...]:
+    """Put parameters into buckets; those that several stages use only where they must be."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in order:
+        item = items[name]
+        if not item.shared or zero >= 2:
+            groups.setdefault(() if not zero or item.shared else item.rest_ranks, []).append(name)
+    found: list[Bucket] = []
+    for number, names in enumerate(groups.values()):
+        found += make_buckets(
+            names,
+            {name: items[name].shape for name in names},
+            {name: items[name].dtype for name in names},
+            {name: _bucket_ranks(items[name], zero) for name in names},
+            prefix=f"{prefix} {number}",
+        )
+    return tuple(found)
+
+
+def _bucket_ranks(item: Item, zero: int) -> tuple[int, ...]:
+    if item.shared:
+        return item.alone
+    return item.zero_ranks if zero else item.ranks
 
 
 def _example(slot: Slot, sharded: ShardedGraph, context: MeshContext, gradients: bool) -> Tensor:
@@ -155,7 +262,6 @@ class StageUnit:
         tensors: Buffers and constants by name; buffers are replaced when they are updated.
         comm: Communicator of all ranks.
         schedule: The schedule.
-        zero: ZeRO stage.
         buffer_targets: Buffer by the name of the value that replaces it.
         update: Takes an optimizer step for a stage.
     """
@@ -169,7 +275,6 @@ class StageUnit:
         comm: Communicator,
         *,
         schedule: Schedule,
-        zero: int = 0,
         buffer_targets: Mapping[str, str],
         update: Callable[[StageUnit], None],
     ) -> None:
@@ -185,16 +290,11 @@ class StageUnit:
         self.prologue: dict[str, Tensor] = {}
         self._compiled: dict[tuple[str, bool, bool], Compiled] = {}
         self._sources: dict[str, Program] = {}
-        by_name = {item.name: item for item in items}
-        self.buckets: dict[str, tuple[Bucket, ...]] = {}
-        for kind in BACKWARD:
-            if kind in programs.parts:
-                self.buckets[kind] = self._buckets(kind, programs.parts[kind], by_name)
-        absent = [slot.name for slot in programs.joint.absent if slot.kind == "gradient"]
-        known = {slot.name for slot in programs.joint.inputs}
-        absent += [name for name in by_name if name not in known]
-        buckets = [bucket for made in self.buckets.values() for bucket in made]
-        self.parameters = Parameters(items, values, buckets, absent, zero, comm)
+        self.layout = programs.layout
+        buckets = [bucket for made in self.layout.buckets.values() for bucket in made]
+        self.parameters = Parameters(
+            items, values, buckets, self.layout.absent, self.layout.zero, comm
+        )
         self.loss_slot = Slot("tangent", task.loss[0]) if task.loss else None
         # An update's loss is the mean over its own microbatches, a step's over all of them.
         self.scale = float(max(schedule.updates, 1))
@@ -202,28 +302,24 @@ class StageUnit:
         self.versions = {0: self._current()}
         self.active = self.versions[0]
 
-    def _buckets(
-        self, kind: str, program: Program, items: Mapping[str, Item]
-    ) -> tuple[Bucket, ...]:
-        order = [name for name in finish_order(program) if not items[name].shared]
-        return make_buckets(
-            order,
-            {name: items[name].shape for name in order},
-            {name: items[name].dtype for name in order},
-            {name: items[name].ranks for name in order},
-            prefix=f"gradients of stage {self.index} {kind}",
-        )
-
     def variant(self, kind: str, *, first: bool, last: bool) -> Program:
         """The program of an action, for the first or last microbatch of an update or another."""
         program = self.programs.parts[kind]
-        if kind not in BACKWARD:
-            return program
-        program = accumulate(program, first=first)
-        wide = [bucket for bucket in self.buckets[kind] if len(bucket.ranks) > 1]
-        alone = [bucket for bucket in self.buckets[kind] if len(bucket.ranks) == 1]
-        program = reduce_buckets(program, alone, "none")
-        return reduce_buckets(program, wide, "all_reduce" if last else "none")
+        if kind in BACKWARD:
+            buckets = self.layout.buckets[kind]
+            if self.layout.zero >= 2:
+                program = accumulate(program, first=True)
+                program = scatter_gradients(program, buckets, first=first)
+            else:
+                program = accumulate(program, first=first)
+                alone = [bucket for bucket in buckets if len(bucket.ranks) == 1]
+                wide = [bucket for bucket in buckets if len(bucket.ranks) > 1]
+                how: Reduction = "reduce_scatter" if self.layout.zero else "all_reduce"
+                program = reduce_buckets(program, alone, "none")
+                program = reduce_buckets(program, wide, how if last else "none")
+        if self.layout.zero == 3:
+            program = overlap(program, limit_count=1)
+        return program
 
     def program(self, kind: str, microbatch: int) -> Compiled:
         """See `Unit.program`."""
@@ -273,6 +369,10 @@ class StageUnit:
         if slot.kind == "gradient":
             return self.parameters.gradients[slot.name]
         if slot.kind == "bucket":
+            return self.parameters.held[slot.name].gradients
+        if slot.kind == "shard":
+            if slot.name in self.layout.gathered:
+                return self.parameters.held[self.layout.gathered[slot.name]].parameters
             return self.parameters.held[slot.name].gradients
         if slot.kind == "prologue":
             return self.prologue[slot.name]
