@@ -19,6 +19,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.runtime.programs import compat, kinds
 from autopar.runtime.programs.clean import clean, functional
 from autopar.runtime.programs.program import Joint, Slot
+from autopar.runtime.programs.simplify import simplify
 
 Example = tuple[Slot, Tensor]
 
@@ -248,6 +249,7 @@ def capture(
     if any(kinds.written(node) for node in graph.nodes):
         graph = clean(functional(graph, mode), (), slots)
     _refuse_writes(graph)
+    simplify(graph)
     return Joint(
         name=name,
         graph=graph,

@@ -67,7 +67,8 @@ class _Watch(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, args, kwargs or {}))
+        if func.namespace != "prim":  # a fake tensor asked for its device
+            self.calls.append((func, args, kwargs or {}))
         return func(*args, **kwargs or {})
 
 

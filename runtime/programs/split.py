@@ -100,13 +100,15 @@ class _Split:
 
     def is_saved(self, node: fx.Node) -> bool:
         """Whether a forward value is kept instead of computed again."""
-        if kinds.is_view_node(node):
-            return False
+        if kinds.is_random(node):
+            return True
+        if kinds.is_view_node(node) or not node.all_input_nodes:
+            return False  # costs nothing, or is made of nothing
         if node.target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             return self.is_saved(source)
-        return node.meta.get("origin") not in self.recompute or kinds.is_random(node)
+        return node.meta.get("origin") not in self.recompute
 
     def resolve_forward(self, part: _Part, node: fx.Node) -> bool:
         """Bring a forward value into a later part as an input, unless it must be computed."""
