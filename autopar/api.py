@@ -13,7 +13,7 @@ from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.plan.build import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.strategies import default_mesh
+from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
@@ -196,8 +196,7 @@ def plan(
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
     if axes is None:
-        named = constraints if isinstance(constraints, str) else "ddp"
-        axes = default_mesh(named, spec.num_devices if spec else 1)
+        axes = default_mesh(strategy_name(constraints), spec.num_devices if spec else 1)
     elif spec is not None:
         axes.check_world_size(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)

@@ -9,10 +9,15 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
-from autopar.plan.strategies import default_mesh
+from autopar.plan.extras import POLICIES, split_text
+from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.sharding.mesh import Mesh
 
 DEFAULT_RANKS = 4
+EXTRAS = ("microbatches", "schedule", "chunks", "zero", "recompute")
+"""Options that say the same as the constraints of their names."""
+STEERING = ("cluster", "mesh", "strategy", "constraints", *EXTRAS)
+"""Options of `add_choices`."""
 MODEL_HELP = (
     "file.py:function or package.module:function; the function returns (model, args, kwargs) or a "
     "dict with model, args, kwargs and loss_fn"
@@ -25,7 +30,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """What steers a plan: ``--cluster --mesh --strategy --constraints``."""
+    """What steers a plan: `STEERING`."""
     parser.add_argument(
         "--cluster",
         metavar="C",
@@ -39,6 +44,21 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         "--constraints",
         metavar="FILE",
         help="JSON or YAML file, or JSON text: factor to mesh axis",
+    )
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="compute the batch in M parts, one by one"
+    )
+    parser.add_argument(
+        "--schedule", metavar="NAME", help="order of a pipeline (mesh axis pp), such as 1f1b"
+    )
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages per pipeline rank")
+    parser.add_argument(
+        "--zero", type=int, metavar="STAGE", help="ZeRO stage 0 to 3 over the data axes"
+    )
+    parser.add_argument(
+        "--recompute",
+        metavar="WHAT",
+        help='"full", "selective" or a pattern over ops: what backward computes again',
     )
 
 
@@ -55,14 +75,39 @@ def read_choices(options: argparse.Namespace) -> tuple[Mesh, str | dict[str, Any
     constraints = options.strategy
     if options.constraints:
         constraints = _read_constraints(options.constraints)
+    constraints = _with_extras(constraints, options)
     cluster = _read_cluster(options.cluster) if options.cluster else None
     if not options.mesh:
         count = cluster.num_devices if cluster else DEFAULT_RANKS
-        return default_mesh(options.strategy or "ddp", count), constraints
+        return default_mesh(strategy_name(constraints), count), constraints
     mesh = Mesh.parse(options.mesh)
     if cluster is not None:
         mesh.check_world_size(cluster.num_devices)
     return mesh, constraints
+
+
+def _with_extras(
+    constraints: str | dict[str, Any] | None, options: argparse.Namespace
+) -> str | dict[str, Any] | None:
+    """The constraints with what `EXTRAS` add.
+
+    Raises:
+        InputError: If both say something of the same.
+    """
+    extras = {name: getattr(options, name, None) for name in EXTRAS}
+    given = {name: value for name, value in extras.items() if value is not None}
+    if not given:
+        return constraints
+    if isinstance(constraints, str):
+        constraints = split_text(constraints)
+    for name in given:
+        if constraints and name in constraints:
+            raise InputError(
+                f"--{name} is given, and the constraints say {name} too", expected="one of them"
+            )
+    if "recompute" in given and given["recompute"] not in POLICIES:
+        given["recompute"] = given["recompute"].split(",")
+    return {**(constraints or {}), **given}
 
 
 def _read_cluster(text: str) -> ClusterSpec:

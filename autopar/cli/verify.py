@@ -44,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--steps {options.steps}", expected="at least 1")
     mesh, constraints, plan = None, None, None
     if plans:
-        steering = ("cluster", "mesh", "strategy", "constraints")
-        if given := [f"--{name}" for name in steering if getattr(options, name)]:
+        if given := [f"--{name}" for name in shared.STEERING if getattr(options, name) is not None]:
             raise InputError(
                 f"{', '.join(given)} beside a plan", expected="a plan, or options, not both"
             )

@@ -21,7 +21,7 @@ from autopar.plan.microbatch import (
 from autopar.plan.parts import PipelinePlan, check_pipeline, check_zero
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.plan.recompute import recompute_patterns, resolve_recompute
-from autopar.plan.remarks import remarks
+from autopar.plan.remarks import remarks, stage_remarks
 from autopar.plan.stages import Stages, assign_stages, cut_keys, given_keys
 from autopar.plan.strategies import (
     STANDARD,
@@ -151,8 +151,10 @@ def _words(sharded: ShardedGraph, name: str) -> tuple[str, ...]:
     return tuple(_word(sharded, name, item) for item in forward[has_time(sharded) :])
 
 
-def _pipeline(graph: Graph, factors: Factors, mesh: Mesh, pipeline: PipelinePlan) -> PipelinePlan:
-    """`pipeline` with its cuts as op keys: those given, or the best.
+def _pipeline(
+    graph: Graph, factors: Factors, mesh: Mesh, pipeline: PipelinePlan
+) -> tuple[PipelinePlan, Stages]:
+    """`pipeline` with its cuts as op keys, those given or the best, and its stages.
 
     Raises:
         PlanError: If a given cut is wrong, or the graph has too few ops.
@@ -161,8 +163,8 @@ def _pipeline(graph: Graph, factors: Factors, mesh: Mesh, pipeline: PipelinePlan
     where = "constraints['cuts']"
     stages = assign_stages(graph, factors, count, pipeline.cuts, where=where)
     if pipeline.cuts:
-        return replace(pipeline, cuts=given_keys(graph, pipeline.cuts))
-    return replace(pipeline, cuts=cut_keys(graph, stages))
+        return replace(pipeline, cuts=given_keys(graph, pipeline.cuts)), stages
+    return replace(pipeline, cuts=cut_keys(graph, stages)), stages
 
 
 def plan_stages(plan: Plan, graph: Graph, factors: Factors) -> Stages:
@@ -243,6 +245,7 @@ def describe(
         for key, choices, base in zip(op_keys(graph), sharded.choices, implied, strict=True)
         if choices != base
     }
+    pipeline, stages = _pipeline(graph, sharded.factors, mesh, constraints.pipeline)
     return Plan(
         mesh=mesh.axes,
         strategy=constraints.strategy,
@@ -250,7 +253,7 @@ def describe(
         storage=constraints.storage,
         explicit=constraints.explicit,
         overrides=overrides,
-        pipeline=_pipeline(graph, sharded.factors, mesh, constraints.pipeline),
+        pipeline=pipeline,
         zero=constraints.zero,
         recompute=recompute_patterns(graph, constraints.recompute),
         parameters=tuple(
@@ -269,7 +272,12 @@ def describe(
             if item.kind == "input"
         ),
         unruled=unruled,
-        notes=(*notes, *remarks(sharded, rest, owner, constraints), *microbatch_notes(sharded)),
+        notes=(
+            *notes,
+            *stage_remarks(graph, stages),
+            *remarks(sharded, rest, owner, constraints),
+            *microbatch_notes(sharded),
+        ),
     )
 
 

@@ -118,6 +118,7 @@ def _cheapest(
         following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for j in range(max(first, number - 1), bisect_right(sums, number * limit)):
             place = points[j]
+            found: list[tuple[int, int, tuple[int, ...]]]
             if number == 1:
                 found = [(0, sums[j] ** 2, ())] if sums[j] <= limit else []
             else:

@@ -12,12 +12,13 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.plan.parts import (
-    CHUNKS,
     PipelinePlan,
     ZeroPlan,
     check_pipeline,
     check_zero,
+    default_chunks,
 )
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import Mesh
 
 POLICIES = ("full", "selective")
@@ -26,7 +27,7 @@ POLICIES = ("full", "selective")
 RESERVED: Mapping[str, str] = {
     "strategy": "the name of a strategy",
     "microbatches": "a whole number from 1",
-    "schedule": "one of " + ", ".join(CHUNKS),
+    "schedule": "one of " + ", ".join(SCHEDULES),
     "chunks": "the number of stages per pipeline rank",
     "update_every": "microbatches between updates of pipedream_2bw",
     "vertical_sync": "true or false",
@@ -132,7 +133,7 @@ def read_pipeline(extras: Mapping[str, Any], mesh: Mesh) -> PipelinePlan:
         axis=pipeline_axis(extras, mesh),
         schedule=schedule,
         microbatches=_number(extras, "microbatches", 1, 1),
-        chunks=_number(extras, "chunks", CHUNKS.get(schedule, (1, 1))[0], 1),
+        chunks=_number(extras, "chunks", default_chunks(schedule), 1),
         update_every=_number(extras, "update_every", 0, 0),
         vertical_sync=extras.get("vertical_sync", False),
         cuts=_texts(extras, "cuts"),

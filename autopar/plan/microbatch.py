@@ -140,13 +140,13 @@ def check_microbatches(sharded: ShardedGraph) -> None:
 
 
 def batch_sizes(graph: Graph, factors: Factors) -> Counter[int]:
-    """How often each size of the factor ``batch`` is split off in ops of the graph."""
+    """How often ops that train have a factor ``batch`` of each size."""
     return Counter(
         unit.size
         for node, units in zip(graph.nodes, factors.units, strict=True)
         if any(value.spec.requires_grad for value in node.outputs)
         for unit in units
-        if unit.base == "batch"
+        if unit.name in ("batch", "batch.0")
     )
 
 

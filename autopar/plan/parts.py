@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.schedules.make import SCHEDULES
 
 MICROBATCH = "microbatch"
 """Name of the axis in time: what it splits is computed one part after another."""
-
-CHUNKS: Mapping[str, tuple[int, int | None]] = {
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "interleaved_1f1b": (2, None),
-    "zb_h1": (1, 1),
-    "zbv": (2, 2),
-    "pipedream": (1, 1),
-    "pipedream_2bw": (1, 1),
-}
-"""For every schedule the fewest (and default) and the most stages per pipeline rank."""
-
-ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
-"""Schedules that update parameters while later microbatches are under way."""
 
 MAX_ZERO = 3
 
@@ -38,8 +24,8 @@ class PipelinePlan:
         schedule: Name of the schedule.
         microbatches: Parts that the batch is computed in, one after another.
         chunks: Stages per pipeline rank.
-        update_every: Microbatches between updates of ``pipedream_2bw``; 0 for one update a step
-            (or, with ``pipedream``, one a microbatch).
+        update_every: Microbatches of an update, for ``pipedream_2bw``; 0 for what the schedule
+            does by itself.
         vertical_sync: Whether ``pipedream`` uses one version of the parameters in all stages for
             one microbatch.
         cuts: Op keys: the first op of stage 1, of stage 2, and so on. Equal neighbours leave the
@@ -107,6 +93,7 @@ def check_pipeline(pipeline: PipelinePlan, axes: tuple[tuple[str, int], ...], wh
             where="mesh",
         )
     _check_schedule(pipeline, where)
+    _check_updates(pipeline, pipeline.ranks(axes), where)
     stages = pipeline.stages(axes)
     if pipeline.cuts and len(pipeline.cuts) != stages - 1:
         many = "no cut" if stages == 1 else f"{stages - 1} cuts"
@@ -118,42 +105,55 @@ def check_pipeline(pipeline: PipelinePlan, axes: tuple[tuple[str, int], ...], wh
         )
 
 
+def default_chunks(schedule: str) -> int:
+    """Stages per pipeline rank of a schedule when none are asked for; 1 for an unknown one."""
+    kind = SCHEDULES.get(schedule)
+    if kind is None:
+        return 1
+    return 2 if kind.chunks is None else kind.chunks
+
+
 def _check_schedule(pipeline: PipelinePlan, where: str) -> None:
-    name = pipeline.schedule
-    if name not in CHUNKS:
-        close = get_close_matches(name, CHUNKS, 1)
+    name, kind = pipeline.schedule, SCHEDULES.get(pipeline.schedule)
+    if kind is None:
+        close = get_close_matches(name, list(SCHEDULES), 1)
         raise PlanError(
             f"unknown schedule {name!r}",
-            expected="one of " + ", ".join(CHUNKS),
+            expected="one of " + ", ".join(SCHEDULES),
             fix=f"did you mean {close[0]!r}?" if close else None,
             where=f"{where}schedule",
         )
-    low, high = CHUNKS[name]
-    if pipeline.chunks < low or (high is not None and pipeline.chunks > high):
-        plenty = [other for other, (_, most) in CHUNKS.items() if most is None]
+    if pipeline.chunks < 2 if kind.chunks is None else pipeline.chunks != kind.chunks:
         raise PlanError(
-            f"schedule {name} has {pipeline.chunks} chunks (stages per pipeline rank)",
-            expected=f"{low}" if low == high else f"at least {low}",
-            fix=f"schedule {plenty[0]} takes any number from 2" if high == 1 else None,
+            f"schedule {name} with {pipeline.chunks} chunks (stages per pipeline rank)",
+            expected="2 or more" if kind.chunks is None else str(kind.chunks),
+            fix="1f1b has one chunk per rank, interleaved_1f1b any number from 2",
             where=f"{where}chunks",
         )
-    if pipeline.update_every < 0 or (pipeline.update_every and name != "pipedream_2bw"):
-        raise PlanError(
-            f"update_every is {pipeline.update_every} with schedule {name}",
-            expected="a number from 1 with pipedream_2bw, 0 with all others",
-            where=f"{where}update_every",
-        )
-    if pipeline.update_every and pipeline.microbatches % pipeline.update_every:
-        raise PlanError(
-            f"{pipeline.microbatches} microbatches cannot be updated every {pipeline.update_every}",
-            expected=f"a multiple of {pipeline.update_every} microbatches",
-            where=f"{where}update_every",
-        )
-    if pipeline.vertical_sync and name != "pipedream":
+    if pipeline.vertical_sync and not kind.vertical_sync:
         raise PlanError(
             f"vertical_sync is set with schedule {name}",
-            expected="schedule pipedream, the only one that keeps versions per stage",
+            expected="schedule pipedream: others use weights of one version everywhere",
             where=f"{where}vertical_sync",
+        )
+
+
+def _check_updates(pipeline: PipelinePlan, ranks: int, where: str) -> None:
+    """Refuse an `update_every` that the schedule cannot keep."""
+    every, count, name = pipeline.update_every, pipeline.microbatches, pipeline.schedule
+    if every == 0:
+        return
+    if name == "pipedream_2bw":
+        good = every > 0 and count % every == 0 and every >= min(ranks, count)
+        expected = f"a divisor of {count} microbatches, not below {min(ranks, count)}"
+    else:
+        only = 1 if name == "pipedream" else count
+        good, expected = every == only, f"{only} or 0; pipedream_2bw takes other numbers"
+    if not good:
+        raise PlanError(
+            f"schedule {name} with an update every {every} of {count} microbatches",
+            expected=expected,
+            where=f"{where}update_every",
         )
 
 
@@ -208,7 +208,7 @@ def check_zero(
                 expected="fsdp or ZeRO, not both over one axis",
                 where=axes,
             )
-    if zero.stage > 1 and pipeline.schedule in ASYNCHRONOUS:
+    if zero.stage > 1 and SCHEDULES[pipeline.schedule].asynchronous:
         raise PlanError(
             f"ZeRO stage {zero.stage} with schedule {pipeline.schedule}: every rank must keep "
             "whole versions of its parameters for the microbatches under way",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from autopar.graph.ir import Graph
+from autopar.plan.stages import Stages
 from autopar.plan.strategies import Constraints
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
@@ -24,7 +26,32 @@ def remarks(
         owner: Axis of `mesh` that each sub-axis of ``sharded.mesh`` belongs to.
         constraints: What each axis should split.
     """
-    return (*_idle(sharded, mesh, owner, constraints), *_statistics(sharded))
+    batch = "each microbatch" if constraints.pipeline.microbatches > 1 else "the global batch"
+    return (*_idle(sharded, mesh, owner, constraints), *_statistics(sharded, batch))
+
+
+def stage_remarks(graph: Graph, stages: Stages) -> tuple[str, ...]:
+    """A sentence about every stage, if there are several: its modules, ops and parameters."""
+    if stages.count == 1:
+        return ()
+    found = []
+    for stage in range(stages.count):
+        own = [
+            graph.nodes[i]
+            for i in stages.nodes[stage]
+            if stages.stage_of[graph.nodes[i].name] == stage
+        ]
+        names = stages.inputs_of(stage, graph, "parameter")
+        elements = sum(graph.spec(name).numel for name in names)
+        modules = [node.module for node in own if node.module]
+        span = " to ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else "root"
+        tied = sum(name in stages.shared for name in names)
+        also = f", {tied} of them in other stages too" if tied else ""
+        what = f"{span}, {len(own)} ops" if own else "no ops"
+        found.append(
+            f"stage {stage}: {what}, {len(names)} parameters of {elements:,} elements{also}"
+        )
+    return tuple(found)
 
 
 def _idle(
@@ -47,7 +74,12 @@ def _idle(
             for unit in units:
                 if unit.base in wanted or unit.name in wanted:
                     sizes[unit.name] = max(unit.size, sizes.get(unit.name, 0))
-        has = ", ".join(f"{name} of size {count}" for name, count in sizes.items())
+        parts_in_time = constraints.pipeline.microbatches
+        later = f" in {parts_in_time} microbatches" if parts_in_time > 1 else ""
+        has = ", ".join(
+            f"{name} of size {count}{later if name.startswith('batch') else ''}"
+            for name, count in sizes.items()
+        )
         reason = f"the model has {has}" if has else f"the model has none of {', '.join(wanted)}"
         if not wanted:
             reason = "nothing is put on it"
@@ -62,7 +94,7 @@ def _idle(
     return found
 
 
-def _statistics(sharded: ShardedGraph) -> list[str]:
+def _statistics(sharded: ShardedGraph, batch: str) -> list[str]:
     """Batch norms whose batch is split."""
     modules = []
     for node, rule, choices in zip(
@@ -75,4 +107,4 @@ def _statistics(sharded: ShardedGraph) -> list[str]:
     if not modules:
         return []
     names = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
-    return [f"batch statistics of {names} are those of the global batch"]
+    return [f"batch statistics of {names} are those of {batch}"]

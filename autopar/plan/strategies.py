@@ -71,6 +71,13 @@ class Constraints:
         return tuple(axis for axis, names in self.order if names and _DATA.issuperset(names))
 
 
+def strategy_name(constraints: object) -> str:
+    """The strategy that constraints name, ``ddp`` if none: what `default_mesh` goes by."""
+    if isinstance(constraints, Mapping):
+        constraints = constraints.get("strategy", "ddp")
+    return constraints if isinstance(constraints, str) else "ddp"
+
+
 def default_mesh(strategy: str, num_devices: int) -> Mesh:
     """The mesh a strategy uses when none is given.
 
