@@ -184,7 +184,11 @@ class Engine:
     def _values(self, inputs: Mapping[str, Tensor]) -> dict[Slot, Tensor]:
         """What slots of kind input and seed stand for in this step."""
         device = self.comm.device
-        values = {Slot("input", name): tensor.detach().to(device) for name, tensor in inputs.items()}
+        # Programs are made for contiguous inputs.
+        values = {
+            Slot("input", name): tensor.detach().to(device).contiguous()
+            for name, tensor in inputs.items()
+        }
         seed = self.seed * 1_000_003 + self.num_steps
         values[Slot("seed", "seed")] = torch.tensor(seed, device=device)
         return values
