@@ -475,6 +475,8 @@ class Engine:
                         unit.parameters.load(name, local)
             elif item.kind == "buffer":
                 self.tensors[name] = full.to(self.tensors[name]).clone()
+        for unit in self.units.values():
+            unit.forget_versions()
 
     def replicas_differ(self) -> str | None:
         """FQN of the first parameter whose copies are not bitwise equal; None if all are.

@@ -62,13 +62,13 @@ class Piece:
     """What the optimizer sees: a parameter, or this rank's part of one.
 
     Attributes:
-        fqn: Name of the parameter.
+        name: Name of the parameter's value in the graph.
         parameter: What the optimizer updates in place.
         start: First element of the flattened local parameter that it covers.
         gradient: Its gradient's memory, known when there is one.
     """
 
-    fqn: str
+    name: str
     parameter: nn.Parameter
     start: int
     gradient: Tensor | None = None
@@ -141,7 +141,7 @@ class Parameters:
             parameter = nn.Parameter(values[name].clone(), item.trainable)
             self.values[name] = parameter
             if item.trainable:
-                piece = Piece(item.fqn, parameter, 0)
+                piece = Piece(name, parameter, 0)
                 if name not in self.absent:
                     piece.gradient = self.gradients[name] = torch.zeros_like(parameter).detach()
                 self.pieces.append(piece)
@@ -165,7 +165,7 @@ class Parameters:
                 self.values[member.name] = parameter
                 grad = self._view(gradients, member.offset, member.shape)
                 self.gradients[member.name] = grad
-                held.pieces.append(Piece(self.items[member.name].fqn, parameter, 0, grad))
+                held.pieces.append(Piece(member.name, parameter, 0, grad))
         else:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
             for member in bucket.members:
@@ -191,7 +191,7 @@ class Parameters:
             high = min(end, member.offset + math.prod(member.shape))
             if low < high:
                 parameter = nn.Parameter(base[low - start : high - start])
-                piece = Piece(self.items[member.name].fqn, parameter, low - member.offset)
+                piece = Piece(member.name, parameter, low - member.offset)
                 if held.zero >= 2:
                     piece.gradient = held.gradients[low - start : high - start]
                 held.pieces.append(piece)
@@ -253,8 +253,20 @@ class Parameters:
 
     def renew(self) -> None:
         """Give every parameter new memory of equal value; who holds the old keeps it."""
+        for held in self.held.values():
+            if held.parameters is None:
+                continue
+            assert held.zero == 1, "shards of gradients or parameters have no versions"
+            held.parameters = held.parameters.clone()
+            for member in held.bucket.members:
+                self.values[member.name] = self._view(
+                    held.parameters, member.offset, member.shape
+                )
+            for piece, (low, high) in zip(held.pieces, self._cuts(held), strict=True):
+                piece.parameter.data = held.parameters[low:high]
         for piece in self.pieces:
-            piece.parameter.data = piece.parameter.data.clone()
+            if isinstance(self.values.get(piece.name), nn.Parameter):
+                piece.parameter.data = piece.parameter.data.clone()
 
     def whole_value(self, name: str) -> Tensor:
         """A parameter's local value, gathered over its data-parallel ranks if need be."""

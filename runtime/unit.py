@@ -358,7 +358,8 @@ class StageUnit:
             version = self.schedule.version(
                 self.index, microbatch, updates_before=self.updates_before
             )
-            self.active = self.versions[version]
+            # After a load there are no older weights.
+            self.active = self.versions[max(version, min(self.versions))]
 
     def tensor(self, slot: Slot) -> Any:
         """See `Unit.tensor`."""
@@ -440,6 +441,11 @@ class StageUnit:
             self.versions[self.updates] = self._current()
             for old in [v for v in self.versions if v < self.updates - self.delay]:
                 del self.versions[old]
+
+    def forget_versions(self) -> None:
+        """Keep only the current weights, as after a load."""
+        self.active = self._current()
+        self.versions = {self.updates: self.active}
 
     def evaluating(self, programs: StagePrograms) -> StageUnit:
         """This stage with other programs, for the model's outputs."""
