@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.runtime.comm import Communicator
 from autopar.runtime.execute import Boundary, Compiled
-from autopar.runtime.lower import Custom, lower
+from autopar.runtime.lower import Custom, LocalForward, lower
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.parameters import Item, Parameters
 from autopar.runtime.programs.accumulate import accumulate, finish_order
@@ -82,6 +82,7 @@ class StagePrograms:
 
     Attributes:
         task: The stage.
+        local: The forward it was captured from.
         joint: Forward and backward as one graph.
         prologue: Sums over the batch that inputs alone determine, None if there are none.
         parts: Program by action kind: F and B, or F, I and W.
@@ -89,6 +90,7 @@ class StagePrograms:
     """
 
     task: StageTask
+    local: LocalForward
     joint: Joint
     prologue: Program | None
     parts: dict[str, Program]
@@ -135,7 +137,9 @@ def build_programs(
             gradients=gradients, name=f"stage {task.index}", device=comm.device,
         )  # fmt: skip
     prologue, joint = hoist_prologue(joint)
-    return cut_programs(joint, prologue, task, items, zero if gradients else 0, gradients=gradients)
+    return cut_programs(
+        local, joint, prologue, task, items, zero if gradients else 0, gradients=gradients
+    )
 
 
 def _parts(joint: Joint, recompute: Collection[str], weight: bool) -> dict[str, Program]:
@@ -146,6 +150,7 @@ def _parts(joint: Joint, recompute: Collection[str], weight: bool) -> dict[str, 
 
 
 def cut_programs(
+    local: LocalForward,
     joint: Joint,
     prologue: Program | None,
     task: StageTask,
@@ -158,7 +163,7 @@ def cut_programs(
     if not gradients:
         forward = _parts(joint, (), weight=False)["F"]
         return StagePrograms(
-            task=task, joint=joint, prologue=prologue, parts={"F": forward}, layout=Layout()
+            task=task, local=local, joint=joint, prologue=prologue, parts={"F": forward}, layout=Layout()
         )
     parts = _parts(joint, task.recompute, task.splits_backward)
     by_name = {item.name: item for item in items}
@@ -187,7 +192,9 @@ def cut_programs(
             prefix = f"stage {task.index} {kind} gradients"
             buckets[kind] = _buckets(order, by_name, zero, prefix)
     layout = Layout(zero=zero, buckets=buckets, absent=absent, gathered=gathered)
-    return StagePrograms(task=task, joint=joint, prologue=prologue, parts=parts, layout=layout)
+    return StagePrograms(
+        task=task, local=local, joint=joint, prologue=prologue, parts=parts, layout=layout
+    )
 
 
 def _use_order(joint: Joint) -> list[str]:
