@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 import weakref
@@ -13,17 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar.errors import RankError
 from autopar.runtime.comm import Communicator, Handle, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
+from autopar.runtime.comm_torch import TorchCommunicator
 from autopar.runtime.launch import LocalRanks
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
     torch.bool, torch.complex64,
 ]  # fmt: skip
-SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (0,), (2, 0, 4), (70_000,)]
+SHAPES: list[tuple[int, ...]] = [(), (2, 3), (0,), (2, 0, 4)]
+CASES = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+CASES += [(dtype, (70_000,)) for dtype in (torch.float32, torch.bfloat16, torch.bool)]
 
 
 def world(comm: Communicator) -> tuple[int, ...]:
@@ -40,23 +45,22 @@ def check_collectives(comm: Communicator) -> None:
     """Every started collective equals the finished one, however results are asked for."""
     ranks, count = world(comm), comm.world_size
     pending: list[tuple[Handle, torch.Tensor, torch.Tensor | None]] = []
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            mine = value(comm.rank, shape, dtype)
-            rows = value(comm.rank, (count, *shape), dtype)
-            gathered, row = comm.all_gather(mine, ranks), comm.reduce_scatter(rows, ranks)
-            pending.append((comm.all_gather_start(mine, ranks), gathered, None))
-            pending.append((comm.reduce_scatter_start(rows, ranks), row, None))
-            out = torch.empty_like(gathered)
-            pending.append((comm.all_gather_start(mine, ranks, out), gathered, out))
-            out = torch.empty_like(row)
-            pending.append((comm.reduce_scatter_start(rows, ranks, out), row, out))
-            pending.append(
-                (comm.all_reduce_start(mine.clone(), ranks), comm.all_reduce(mine, ranks), None)
-            )
-            if not dtype.is_complex:
-                highest = comm.reduce_scatter(rows, ranks, "max")
-                pending.append((comm.reduce_scatter_start(rows, ranks, op="max"), highest, None))
+    for dtype, shape in CASES:
+        mine = value(comm.rank, shape, dtype)
+        rows = value(comm.rank, (count, *shape), dtype)
+        gathered, row = comm.all_gather(mine, ranks), comm.reduce_scatter(rows, ranks)
+        pending.append((comm.all_gather_start(mine, ranks), gathered, None))
+        pending.append((comm.reduce_scatter_start(rows, ranks), row, None))
+        out = torch.empty_like(gathered)
+        pending.append((comm.all_gather_start(mine, ranks, out), gathered, out))
+        out = torch.empty_like(row)
+        pending.append((comm.reduce_scatter_start(rows, ranks, out), row, out))
+        pending.append(
+            (comm.all_reduce_start(mine.clone(), ranks), comm.all_reduce(mine, ranks), None)
+        )
+        if not dtype.is_complex:
+            highest = comm.reduce_scatter(rows, ranks, "max")
+            pending.append((comm.reduce_scatter_start(rows, ranks, op="max"), highest, None))
     sizes = [other + 2 * comm.rank for other in ranks], [comm.rank + 2 * other for other in ranks]
     flat = torch.arange(sum(sizes[0])) + 100 * comm.rank
     exchanged = comm.all_to_all_flat(flat, ranks, *sizes)
@@ -103,8 +107,8 @@ def check_starts_do_not_wait(comm: Communicator) -> None:
 
     if comm.rank != 1:
         handles = start()
-        assert not any(handle.done() for handle in handles)
     if comm.rank == 0:
+        assert not any(handle.done() for handle in handles)
         comm.send_start(torch.ones(1), 1).wait()
     if comm.rank == 1:
         comm.receive_start((1,), torch.float32, 0).wait()
@@ -139,15 +143,14 @@ def check_inputs_live_until_wait(comm: Communicator) -> None:
 
 def check_messages(comm: Communicator) -> None:
     """To everybody at once, all dtypes and shapes, several in a row with each tag."""
-    cases = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     others = [other for other in world(comm) if other != comm.rank]
     sends, receives = [], []
     for other in others:
-        for number, (dtype, shape) in enumerate(cases):
+        for number, (dtype, shape) in enumerate(CASES):
             mine = value(comm.rank + number, shape, dtype)
             sends.append((comm.send_start(mine, other, tag=number % 3), mine))
     for other in others:
-        for number, (dtype, shape) in enumerate(cases):
+        for number, (dtype, shape) in enumerate(CASES):
             want = value(other + number, shape, dtype)
             receives.append((comm.receive_start(shape, dtype, other, tag=number % 3), want))
     random.Random(comm.rank).shuffle(receives)
@@ -309,6 +312,56 @@ def test_traffic_is_what_theory_sends(ranks2: LocalRanks):
     want = {"all_gather": 2 * 20, "reduce_scatter": 20, "all_to_all": 20, "send": 14}
     assert ranks2.run(traffic) == [want] * 2
     assert run_threads(2, traffic) == [want] * 2
+
+
+def disagree_on_channels(comm: Communicator) -> None:
+    comm.prepare([(0, 1)], [(0, 1)] if comm.rank else [(0, 1), (1, 0)])
+
+
+@pytest.mark.distributed
+def test_ranks_that_disagree_on_channels(ranks2: LocalRanks):
+    with pytest.raises(RankError, match="ask for different groups"):
+        ranks2.run(disagree_on_channels)
+    fails("different collectives", 2, disagree_on_channels)
+
+
+def check_channels_of_gpus(comm: Communicator) -> None:
+    """Each direction has a group of its own; that nothing here computes on a GPU is no matter."""
+    both = TorchCommunicator(torch.device("cuda"))
+    for _ in range(2):
+        both.prepare([], [(1, 0), (0, 1)])
+    there, back = both._channel(0, 1), both._channel(1, 0)
+    assert both._channel(0, 1) is there
+    assert comm.rank == 2 or there is not back
+    with pytest.raises(RankError, match="messages from rank 0 to rank 2 were not prepared"):
+        both._channel(0, 2)
+    for source, group in ((0, there), (1, back)):
+        if comm.rank == source:
+            dist.isend(torch.full((3,), float(source)), 1 - source, group=group).wait()
+        elif comm.rank == 1 - source:
+            received = torch.empty(3)
+            dist.irecv(received, source, group=group).wait()
+            assert torch.equal(received, torch.full((3,), float(source)))
+
+
+@pytest.mark.distributed
+def test_channels_of_gpus(ranks3: LocalRanks):
+    ranks3.run(check_channels_of_gpus)
+
+
+def receive_from_the_dead(comm: Communicator) -> None:
+    if comm.rank == 1:
+        os._exit(3)
+    comm.receive_start((1,), torch.float32, 1).wait()
+
+
+@pytest.mark.distributed
+def test_a_receiver_hears_of_a_dead_sender():
+    with LocalRanks(2, timeout_s=60.0, threads=1) as pool:
+        start = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 died: exit code 3"):
+            pool.run(receive_from_the_dead)
+        assert time.monotonic() - start < 50.0
 
 
 def fails(
