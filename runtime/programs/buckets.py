@@ -1,0 +1,247 @@
+"""Buckets: tensors that are communicated together lie in one flat tensor.
+
+Gradients of the last microbatch are written straight into their bucket; the program starts the
+bucket's all-reduce after the last write to it, and the handle is an output, to be waited for before
+the update. The start takes all members as arguments: writes into a bucket go through views, and a
+start that named the bucket alone could be moved above one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autopar.runtime.comm import Ranks
+from autopar.runtime.programs import ops
+from autopar.runtime.programs.edit import Editor, last_uses
+from autopar.runtime.programs.program import Program, Slot
+
+aten = torch.ops.aten
+
+LIMIT_BYTES = 25 * 1024**2
+"""Bucket size, the default of torch's DistributedDataParallel (bucket_cap_mb=25)."""
+FIRST_BYTES = 1024**2
+"""The first bucket is small, so that communication starts early (as in DDP)."""
+
+Reduction = Literal["none", "all_reduce", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A tensor in a bucket.
+
+    Attributes:
+        name: The parameter.
+        shape: Its local shape.
+        offset: Where it starts, in elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A flat tensor that holds several.
+
+    Attributes:
+        name: Unique among the buckets of a stage.
+        members: What it holds, in order and without gaps.
+        numel: Its length in elements: a multiple of the number of ranks, so that it can be cut
+            into equal shards; the elements after the last member are padding.
+        dtype: Of all members.
+        ranks: The group that communicates it.
+    """
+
+    name: str
+    members: tuple[Member, ...]
+    numel: int
+    dtype: torch.dtype
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        end = 0
+        for member in self.members:
+            assert member.offset == end, (self.name, member)
+            end += member.numel
+        assert self.numel % len(self.ranks) == 0, (self.name, self.numel, self.ranks)
+        assert end <= self.numel < end + len(self.ranks), (self.name, end, self.numel)
+
+    @property
+    def used(self) -> int:
+        """Number of elements that are no padding."""
+        return sum(member.numel for member in self.members)
+
+    @property
+    def shard_numel(self) -> int:
+        """Length of one rank's shard in elements."""
+        return self.numel // len(self.ranks)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole bucket."""
+        return self.numel * self.dtype.itemsize
+
+
+def make_buckets(
+    order: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    groups: Mapping[str, Ranks],
+    *,
+    prefix: str = "gradients",
+    first_bytes: int = FIRST_BYTES,
+    limit_bytes: int = LIMIT_BYTES,
+) -> tuple[Bucket, ...]:
+    """Put parameters of equal group and dtype into buckets.
+
+    Args:
+        order: Parameters in the order in which their tensors are ready (gradients, see
+            `accumulate.finish_order`) or needed (ZeRO-3); those without a group are left out.
+        shapes: Their local shapes.
+        dtypes: The dtypes of the bucketed tensors.
+        groups: The ranks that communicate each; parameters that need none are absent.
+        prefix: Buckets are named ``prefix.0``, ``prefix.1``, ... in the order of their ends.
+        first_bytes: A group's first bucket is full at this size.
+        limit_bytes: Any other bucket is full at this size.
+    """
+    opened: dict[tuple[Ranks, torch.dtype], list[str]] = {}
+    sizes: dict[tuple[Ranks, torch.dtype], int] = {}
+    filled: set[tuple[Ranks, torch.dtype]] = set()
+    closed: list[tuple[tuple[Ranks, torch.dtype], list[str]]] = []
+    for name in order:
+        if name not in groups:
+            continue
+        key = (groups[name], dtypes[name])
+        opened.setdefault(key, []).append(name)
+        sizes[key] = sizes.get(key, 0) + math.prod(shapes[name]) * dtypes[name].itemsize
+        if sizes[key] >= (limit_bytes if key in filled else first_bytes):
+            closed.append((key, opened.pop(key)))
+            filled.add(key)
+            sizes[key] = 0
+    closed += opened.items()
+    return tuple(
+        _bucket(f"{prefix}.{number}", names, shapes, *key)
+        for number, (key, names) in enumerate(closed)
+    )
+
+
+def reduce_buckets(program: Program, buckets: Sequence[Bucket], kind: Reduction) -> Program:
+    """Let gradients be written into buckets, and reduce these.
+
+    Args:
+        program: Has ``gradient`` inputs, written in place; not changed.
+        buckets: Of gradients; members that are no inputs are written by an earlier program.
+        kind: ``"none"`` only lays gradients into their buckets (all microbatches but the last).
+            ``"all_reduce"`` sums buckets over their ranks in place. ``"reduce_scatter"`` gives each
+            rank its shard of the sum (ZeRO-1); what the bucket holds afterwards is of no use.
+
+    Returns:
+        The program with one ``bucket`` input per bucket, flat, in place of the members, and, unless
+        `kind` is ``"none"``, one ``handle`` output per bucket.
+    """
+    editor = Editor(program)
+    holders: list[fx.Node] = []
+    for bucket in buckets:
+        flat = editor.empty((bucket.numel,), bucket.dtype, device_of(editor, bucket))
+        holders.append(editor.add_input(Slot("bucket", bucket.name), flat))
+    begin = editor.begin
+    laid = [
+        (bucket, holder, lay_members(editor, begin, bucket, holder))
+        for bucket, holder in zip(buckets, holders, strict=True)
+    ]
+    last = last_uses(editor.graph)
+    for bucket, holder, views in laid if kind != "none" else ():
+        place = last[holder].next
+        handle = start_reduction(editor, place, bucket, holder, tuple(views.values()), kind)
+        editor.outputs[Slot("handle", bucket.name)] = handle
+    return editor.finish(program)
+
+
+def device_of(editor: Editor, bucket: Bucket) -> torch.device:
+    """Where the members of a bucket are; at least one must be an input of the program."""
+    for member in bucket.members:
+        node = editor.inputs.get(Slot("gradient", member.name))
+        if node is not None:
+            return node.meta["val"].device
+    raise AssertionError(f"{editor.program.name}: no gradient of bucket {bucket.name} is an input")
+
+
+def start_reduction(
+    editor: Editor,
+    place: fx.Node,
+    bucket: Bucket,
+    holder: fx.Node,
+    views: Sequence[fx.Node],
+    kind: Reduction,
+) -> fx.Node:
+    """Insert the start of a bucket's reduction before `place`.
+
+    Args:
+        editor: The program.
+        place: Comes after all writes.
+        bucket: What to reduce.
+        holder: Its node.
+        views: The nodes of its members.
+        kind: How.
+    """
+    ranks = list(bucket.ranks)
+    if kind == "all_reduce":
+        return editor.call(place, ops.start_all_reduce_, holder, ranks, "sum", *views)
+    rows = editor.call(place, aten.view.default, holder, [len(ranks), bucket.shard_numel])
+    return editor.call(place, ops.start_reduce_scatter, rows, ranks, "sum")
+
+
+def lay_members(
+    editor: Editor, place: fx.Node, bucket: Bucket, holder: fx.Node
+) -> dict[str, fx.Node]:
+    """Let views of a flat bucket take the places of the ``gradient`` inputs of its members.
+
+    Args:
+        editor: The program.
+        place: Where to insert the views; before any use of the inputs.
+        bucket: The layout.
+        holder: The flat tensor.
+
+    Returns:
+        The view of each member by name, also of those that are no inputs.
+    """
+    views: dict[str, fx.Node] = {}
+    for member in bucket.members:
+        end = member.offset + member.numel
+        piece = editor.call(place, aten.slice.Tensor, holder, 0, member.offset, end)
+        views[member.name] = editor.call(place, aten.view.default, piece, list(member.shape))
+        slot = Slot("gradient", member.name)
+        if slot in editor.inputs:
+            value = editor.inputs[slot].meta["val"]
+            assert tuple(value.shape) == member.shape, (bucket.name, member, value.shape)
+            assert value.dtype == bucket.dtype, (bucket.name, member, value.dtype)
+            editor.substitute(slot, views[member.name])
+    return views
+
+
+def _bucket(
+    name: str,
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    ranks: Ranks,
+    dtype: torch.dtype,
+) -> Bucket:
+    members: list[Member] = []
+    end = 0
+    for member in names:
+        members.append(Member(name=member, shape=tuple(shapes[member]), offset=end))
+        end += members[-1].numel
+    numel = -(-end // len(ranks)) * len(ranks)
+    return Bucket(name=name, members=tuple(members), numel=numel, dtype=dtype, ranks=ranks)
