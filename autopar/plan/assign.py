@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Node
 from autopar.plan.parts import MICROBATCH
+from autopar.plan.stages import input_only
 from autopar.plan.strategies import Constraints
 from autopar.sharding.choices import (
     GRADIENT,
@@ -32,6 +33,7 @@ class _State:
 
     pairs: dict[str, Pair] = field(default_factory=dict)
     from_parameters: set[str] = field(default_factory=set)
+    of_inputs: frozenset[str] = frozenset()
 
 
 def assign(
@@ -58,7 +60,12 @@ def assign(
     Raises:
         PlanError: If an explicit constraint asks for more parts than a factor has.
     """
-    state = _State(from_parameters={item.value.name for item in graph.parameters()})
+    in_time = owner[:1] == (MICROBATCH,)
+    free = input_only(graph) if in_time else ()
+    of_inputs = frozenset(value.name for index in free for value in graph.nodes[index].outputs)
+    state = _State(
+        of_inputs=of_inputs, from_parameters={item.value.name for item in graph.parameters()}
+    )
     orders = tuple(constraints.names(name) for name in owner)
     known: dict[object, tuple[Choices, tuple[Pair, ...]]] = {}
     picked: list[Choices] = []
@@ -72,6 +79,7 @@ def assign(
         key = (
             id(rule), units, tuple(map(state.pairs.get, operands)),
             only_parameters, differentiable, len(node.outputs), index in whole,
+            tuple(name in of_inputs for name in operands),
         )  # fmt: skip
         if key not in known:
             linear = tuple(
@@ -80,7 +88,7 @@ def assign(
             here = _Call(
                 operands, rule, units, differentiable, only_parameters, linear, index in whole
             )
-            choices = _choose(here, orders, mesh, state, owner[:1] == (MICROBATCH,))
+            choices = _choose(here, orders, mesh, state, in_time)
             if constraints.explicit:
                 _check(node, units, choices, owner, constraints, mesh)
             known[key] = (choices, place_call(node, rule, choices).outputs)
@@ -137,7 +145,8 @@ def _over_time(call: _Call, names: tuple[str, ...], mesh: Mesh, state: _State) -
     """The choice along the axis in time, the first one.
 
     Nothing can be summed over time in the middle of backward, so what has no batch keeps its
-    gradient Partial; and what is a sum already (a loss) stays one as long as ops are linear.
+    gradient Partial; and what is a sum already (a loss) stays one as long as ops are linear. Sums
+    over inputs alone (a count of tokens) are known beforehand, so that they may be whole.
     """
     if call.whole:
         return REPLICATED
@@ -148,7 +157,9 @@ def _over_time(call: _Call, names: tuple[str, ...], mesh: Mesh, state: _State) -
         sums = {
             slot
             for slot, name in enumerate(call.operands)
-            if name in state.pairs and state.pairs[name].forward[0] == PARTIAL
+            if name in state.pairs
+            and state.pairs[name].forward[0] == PARTIAL
+            and name not in state.of_inputs
         }
         sets = call.rule.linear
         fitting = [choice for choice in call.linear if sums and sums <= sets[choice.index]]

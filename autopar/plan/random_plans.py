@@ -6,11 +6,18 @@ what one device trains, however odd it is.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from autopar.errors import PlanError
 from autopar.graph.ir import Graph
+from autopar.plan.keys import op_keys
+from autopar.plan.microbatch import batch_sizes
+from autopar.plan.parts import PipelinePlan, ZeroPlan, check_zero, default_chunks
+from autopar.plan.stages import assign_stages
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.choices import Choice, Choices, fits, options, place_call
 from autopar.sharding.factors import Factors
 from autopar.sharding.mesh import Mesh
@@ -142,6 +149,81 @@ def _shards(factors: Factors, name: str, shape: tuple[int, ...]) -> list[Placeme
         for _, stride, part in factors.dims(name, dim):
             found.append(Shard(dim, stride, part))
     return found
+
+
+def random_pipeline(
+    graph: Graph, factors: Factors, mesh: Mesh, source: random.Random, axis: str = "pp"
+) -> PipelinePlan:
+    """A pipeline that `graph` can run: any schedule, any cuts, as many microbatches as divide.
+
+    Args:
+        graph: The graph.
+        factors: Its factors.
+        mesh: The user's mesh; without `axis` there is one pipeline rank.
+        source: The source of randomness.
+        axis: The pipeline's axis.
+    """
+    ranks = dict(mesh.axes).get(axis, 1)
+    schedule = source.choice(list(SCHEDULES)) if ranks > 1 else "1f1b"
+    sizes = batch_sizes(graph, factors)
+    whole = math.gcd(*sizes) if sizes else 1
+    pipeline = PipelinePlan(
+        axis=axis if ranks > 1 else "pp",
+        schedule=schedule,
+        microbatches=source.choice([n for n in range(1, whole + 1) if whole % n == 0]),
+        chunks=default_chunks(schedule),
+        vertical_sync=SCHEDULES[schedule].vertical_sync and source.random() < 0.5,
+    )
+    return replace(pipeline, cuts=_random_cuts(graph, factors, ranks * pipeline.chunks, source))
+
+
+def _random_cuts(
+    graph: Graph, factors: Factors, count: int, source: random.Random, tries: int = 8
+) -> tuple[str, ...]:
+    """Cuts at random places; none, for the best ones, when only those are found to be legal."""
+    keys = op_keys(graph)
+    for _ in range(tries if count > 1 else 0):
+        places = sorted(source.choices(range(len(keys)), k=count - 1))
+        cuts = tuple(keys[place] for place in places)
+        try:
+            assign_stages(graph, factors, count, cuts)
+        except PlanError:
+            continue  # it parts a buffer from its update
+        return cuts
+    return ()
+
+
+def random_zero(
+    pipeline: PipelinePlan, data_axes: tuple[str, ...], source: random.Random
+) -> ZeroPlan:
+    """A ZeRO that may go with `pipeline`.
+
+    Args:
+        pipeline: The pipeline.
+        data_axes: Axes along which only data is split.
+        source: The source of randomness.
+    """
+    stage = source.randint(0, 3) if data_axes else 0
+    if SCHEDULES[pipeline.schedule].asynchronous:
+        stage = min(stage, 1)
+    axes = tuple(axis for axis in data_axes if source.random() < 0.7) or data_axes[:1]
+    zero = ZeroPlan(stage=stage, axes=axes if stage else ())
+    check_zero(zero, pipeline, data_axes, (), "zero")
+    return zero
+
+
+def random_recompute(
+    graph: Graph, source: random.Random, chance: float | None = None
+) -> tuple[str, ...]:
+    """Any set of ops to compute again, each by its key.
+
+    Args:
+        graph: The graph.
+        source: The source of randomness.
+        chance: Chance of each op; itself drawn when absent.
+    """
+    chance = source.random() if chance is None else chance
+    return tuple(key for key in op_keys(graph) if source.random() < chance and "[" not in key)
 
 
 def check_legal(graph: Graph, factors: Factors, mesh: Mesh, choices: Sequence[Choices]) -> None:

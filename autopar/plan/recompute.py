@@ -41,18 +41,28 @@ def resolve_recompute(
         PlanError: If a pattern matches no op.
     """
     keys = op_keys(graph)
-    chosen = _match(keys, recompute_patterns(graph, patterns), where)
+    chosen = _match(keys, recompute_patterns(graph, patterns, where=where), where)
     return frozenset(
         node.name for node, key in zip(graph.nodes, keys, strict=True) if key in chosen
     )
 
 
-def recompute_patterns(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
+def recompute_patterns(
+    graph: Graph, patterns: Sequence[str], *, where: str = "constraints['recompute']"
+) -> tuple[str, ...]:
     """`patterns` with names of policies replaced by the patterns they stand for on `graph`.
 
     ``full`` keeps only what enters each repeated block (each top-level module where none repeats).
     ``selective`` computes again what is large and cheap: attention scores, softmax, dropout, norms
     and activation functions (arXiv 2205.05198), but no residual sums, which would chain layers.
+
+    Args:
+        graph: The graph.
+        patterns: Patterns over op keys, or names of policies.
+        where: Name of the patterns, for errors.
+
+    Raises:
+        PlanError: If a pattern matches no op.
     """
     found: list[str] = []
     for pattern in patterns:
@@ -63,7 +73,7 @@ def recompute_patterns(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]
         else:
             found.append(pattern)
     assert not set(found) & set(POLICIES)
-    _match(op_keys(graph), found, "constraints['recompute']")
+    _match(op_keys(graph), found, where)
     return tuple(found)
 
 

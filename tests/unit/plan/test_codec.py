@@ -24,7 +24,7 @@ WRONG: tuple[Any, ...] = (
     float("nan"),
 )  # fmt: skip
 # What these hold is for people to read, or may be left out.
-FREE = {("notes",), ("unruled",), ("strategy",), ("searched",), ("overrides",)}
+FREE = {("notes",), ("unruled",), ("strategy",), ("searched",), ("overrides",), ("recompute",)}
 
 
 @cache
