@@ -13,7 +13,7 @@ Scratch memory inside an op is not seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -150,6 +150,26 @@ def summarise(
             tensors that a later program reads, too.
     """
     return _Walk(program, kept or resident([program]), frozenset(held)).run()
+
+
+def summarise_stage(programs: Sequence[Program]) -> tuple[Resident, tuple[Summary, ...]]:
+    """Walk over the programs that a stage runs for one microbatch.
+
+    Args:
+        programs: In the order in which they run. What several of them read is kept until the last.
+
+    Returns:
+        What the stage keeps, and a summary per program. A new version of a buffer stays when the
+        program returns; whoever drops the old one releases its bytes.
+    """
+    kept = resident(programs)
+    later: set[Slot] = set()
+    found: list[Summary] = []
+    for program in reversed(programs):
+        mine = {slot for slot in program.inputs if slot.kind in _HANDED_OVER}
+        found.append(summarise(program, kept, mine & later))
+        later |= mine
+    return kept, tuple(reversed(found))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from autopar.runtime.programs import kinds, ops
 from autopar.runtime.programs.edit import Editor, memory_roots, storages
 from autopar.runtime.programs.program import Program
 
-LIMIT_BYTES = 256 * 1024**2
-"""Results under way at one time; five of DistributedDataParallel's buckets and their operands."""
+LIMIT_BYTES = 250 * 1024**2
+"""Results under way at one time: chosen, ten of DistributedDataParallel's buckets of 25 MiB."""
 
 _STARTS: dict[Any, Callable[..., Any]] = {
     ops.ALL_REDUCE: ops.start_all_reduce,

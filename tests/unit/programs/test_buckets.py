@@ -226,3 +226,39 @@ def test_start_above_a_write_is_caught(kind):
     for member in bucket.members if kind == "all_reduce" else ():
         piece = flat[member.offset : member.offset + member.numel].view(member.shape)
         assert torch.allclose(piece, total[member.name]) == (member.name != "tokens")
+
+
+def test_weight_program_finishes_what_backward_began():
+    """Gradients of one bucket come from two programs; the second starts the reduction."""
+    stage, _ = shared()
+    early, late = split(stage.joint, weight=True).all()[1:]
+    parts = [accumulate(program, first=True) for program in (early, late)]
+    names = [set(finish_order(part)) for part in parts]
+    assert names[0] and names[1] and not names[0] & names[1]
+    shapes = {name: tuple(value.shape) for name, value in stage.parameters.items()}
+    buckets = make_buckets(
+        [*finish_order(parts[0]), *finish_order(parts[1])],
+        shapes,
+        dict.fromkeys(shapes, F64),
+        dict.fromkeys(shapes, (0, 1)),
+    )
+    assert len(buckets) == 1
+    programs = [
+        split(stage.joint, weight=True).forward,
+        reduce_buckets(parts[0], buckets, "none"),
+        reduce_buckets(parts[1], buckets, "all_reduce"),
+    ]
+
+    def work(comm) -> Tensor:
+        slot = Slot("bucket", buckets[0].name)
+        values = stage.values | examples(comm.rank, 1)[0]
+        values[slot] = torch.zeros(buckets[0].numel, dtype=F64)
+        for program in programs:
+            values |= run(program, values, comm)
+        return values[Slot("handle", buckets[0].name)].wait()
+
+    total = expected(2, 1)
+    for flat in run_threads(2, work):
+        for member in buckets[0].members:
+            piece = flat[member.offset : member.offset + member.numel].view(member.shape)
+            torch.testing.assert_close(piece, total[member.name])

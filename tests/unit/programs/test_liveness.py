@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from autopar.runtime.comm import SoloCommunicator
 from autopar.runtime.programs import ops
 from autopar.runtime.programs.accumulate import accumulate
-from autopar.runtime.programs.liveness import RankWalk, Resident, Summary, resident, summarise
+from autopar.runtime.programs.buckets import make_buckets, reduce_buckets
+from autopar.runtime.programs.liveness import RankWalk, summarise, summarise_stage
 from autopar.runtime.programs.measure import measure_peak
+from autopar.runtime.programs.overlap import overlap
 from autopar.runtime.programs.program import Program, Slot
 from autopar.runtime.programs.split import split
+from autopar.runtime.programs.zero import gather_parameters, scatter_gradients
 from tests.unit.programs.node_walk import HANDED_OVER, walk
 from tests.unit.programs.pass_models import Maker, Stage, chain_stage, gpt_stage, mlp_stage
 
@@ -55,17 +59,6 @@ def programs_of(name: str, share: float, weight: bool, seed: int) -> tuple[Progr
     return forward, *(accumulate(program, first=False) for program in rest)
 
 
-def summaries_of(programs: tuple[Program, ...]) -> tuple[Resident, list[Summary]]:
-    """What each program does, if those behind it run later."""
-    kept = resident(programs)
-    found = []
-    for index, program in enumerate(programs):
-        later = {slot for other in programs[index + 1 :] for slot in other.inputs}
-        held = [slot for slot in program.inputs if slot.kind in HANDED_OVER and slot in later]
-        found.append(summarise(program, kept, held))
-    return kept, found
-
-
 VARIANTS = [
     (name, share, weight)
     for name in STAGES
@@ -79,7 +72,7 @@ def test_equal_to_what_is_measured(name, share, weight):
     """To the byte: peak, and what is left, of each program."""
     stage = stage_named(name)
     programs = programs_of(name, share, weight, 0)
-    _, summaries = summaries_of(programs)
+    _, summaries = summarise_stage(programs)
     values = dict(stage.values)
     for program in programs:
         for slot, node in program.input_nodes().items():
@@ -178,7 +171,7 @@ def sequences(draw) -> tuple[tuple[Program, ...], list[tuple[int, int]]]:
 @given(sequences())
 def test_action_walk_equals_node_walk(sequence):
     programs, order = sequence
-    kept, summaries = summaries_of(programs)
+    kept, summaries = summarise_stage(programs)
     rank = RankWalk(live=Counter(kept.by_kind()))
     received: set[tuple[int, Slot]] = set()
     for index, microbatch in order:
@@ -195,3 +188,51 @@ def test_action_walk_equals_node_walk(sequence):
     assert rank.peak_bytes == base + expected.peak_bytes
     assert rank.live.total() == base + expected.live_bytes == base
     assert min(rank.live.values()) >= 0
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_is_measured(zero, blocking):
+    """In a group of one, where what moves is copied: equal while blocking, a bound otherwise."""
+    stage = chain_stage(5, 16, batch=8)
+    shapes = {name: tuple(value.shape) for name, value in stage.parameters.items()}
+    parameters = make_buckets(
+        list(shapes),
+        shapes,
+        dict.fromkeys(shapes, torch.float64),
+        dict.fromkeys(shapes, (0,)),
+        first_bytes=1,
+        limit_bytes=2 * 16 * 16 * 8,
+    )
+    joint, recompute = stage.joint, []
+    if zero == 3:
+        joint = gather_parameters(joint, [replace(b, name=f"p.{b.name}") for b in parameters])
+        recompute = [f"p.{bucket.name}" for bucket in parameters]
+    forward, backward = split(joint, recompute=recompute).all()
+    backward = accumulate(backward, first=True)
+    if zero == 1:
+        backward = reduce_buckets(backward, parameters, "none")
+    else:
+        backward = scatter_gradients(backward, parameters, first=True)
+    programs = [forward, backward]
+    if not blocking:
+        programs = [overlap(program, limit_count=2) for program in programs]
+    _, summaries = summarise_stage(programs)
+    values = {slot: value.clone() for slot, value in stage.values.items()}
+    for program in programs:
+        for slot, node in program.input_nodes().items():
+            if slot.kind in ("shard", "bucket"):
+                values[slot] = torch.ones(node.meta["val"].shape, dtype=torch.float64)
+    fixed = [value for slot, value in values.items() if slot.kind not in HANDED_OVER]
+    for program, summary in zip(programs, summaries, strict=True):
+        boxed = [values.pop(s) if s.kind in HANDED_OVER else values[s] for s in program.inputs]
+        measured, results = measure_peak(program.compile(SoloCommunicator()), boxed, fixed)
+        values |= zip(program.outputs, results, strict=True)
+        results.clear()
+        predicted = sum(summary.peak.values())
+        # A scatter is never blocking: its bucket is freed at once here, and not before the wait
+        # where ranks meet.
+        slack = parameters[-1].size_bytes if zero > 1 and program is programs[1] else 0
+        slack += 0 if blocking else 2 * parameters[-1].size_bytes
+        assert predicted - slack <= measured.peak_bytes <= predicted, summary.high_water
+        assert measured.end_bytes == sum(summary.end.values())
