@@ -12,13 +12,14 @@ from autopar.errors import NonFiniteError, PlanError
 from autopar.graph.ir import Input
 from autopar.runtime.execute import Executor, Outcome
 from autopar.runtime.execution import Execution
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.lower import Custom
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.nonfinite import Watch
 from autopar.runtime.parameters import Item, OptimizerFactory
 from autopar.runtime.programs.program import Program, Slot
 from autopar.runtime.reshard import bind_steps, run_steps
-from autopar.runtime.unit import StageUnit, build_programs
+from autopar.runtime.unit import StagePrograms, StageUnit, build_programs
 from autopar.schedules.actions import Action
 from autopar.sharding.placement import PARTIAL, REPLICATE, Shard
 from autopar.sharding.sharded import ShardedGraph, replicated
@@ -61,7 +62,9 @@ class Engine:
         self.seed, self.check_finite, self.num_steps, self.num_updates = seed, check_finite, 0, 0
         self.everywhere = replicated(sharded.mesh)
         self.items: dict[str, Input] = {item.value.name: item for item in sharded.graph.inputs}
-        self.execution.prepare_groups(context)
+        self._prepare_groups()
+        if self.comm.device.type == "cpu":
+            keep_freed_memory()
         self.tensors: dict[str, Tensor] = {
             name: tensors[item.target].detach().to(self.comm.device, copy=True)
             for name, item in self.items.items()
@@ -85,34 +88,13 @@ class Engine:
         execution = self.execution
         for index in execution.stages_of(self.context):
             names = execution.parameters_of(index)
-            items = [self._item(name, index) for name in names]
+            items = execution.items(index, self.context)
             values = {
                 name: self._to_local(name, tensors[self.items[name].target].detach())
                 for name in names
             }
-            task = execution.task(index, self.context, self.buffer_outputs)
-            programs = build_programs(
-                self.sharded,
-                self.context,
-                task,
-                self.custom,
-                items,
-                execution.zero,
-                gradients=self.loss is not None,
-            )
-            self.units[index] = StageUnit(
-                programs,
-                items,
-                values,
-                self.tensors,
-                self.comm,
-                schedule=execution.schedule,
-                buffer_targets=self._buffer_names(),
-                update=self._update,
-            )
-        self.executor = Executor(
-            self.comm, lambda stage: execution.rank_of(stage, self.context)
-        )
+            self.units[index] = self._unit(self._programs(index, items), items, values)
+        self.executor = self._executor()
         pieces = [piece for unit in self.units.values() for piece in unit.parameters.pieces]
         trainable = [piece.parameter for piece in pieces]
         if self._factory and trainable:
@@ -125,30 +107,39 @@ class Engine:
             value: names[target] for target, value in self.buffer_outputs.items() if target in names
         }
 
-    def _item(self, name: str, stage: int) -> Item:
-        """A parameter as a stage of this rank holds it."""
-        spec = self.items[name].value.spec
-        pair = self.sharded.inputs[name]
-        axes = tuple(
-            axis
-            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
-            if have != want and axis != self.context.time
+    # A dry run makes these otherwise.
+
+    def _prepare_groups(self) -> None:
+        self.execution.prepare_groups(self.context)
+
+    def _programs(self, index: int, items: Sequence[Item]) -> StagePrograms:
+        return build_programs(
+            self.sharded,
+            self.context,
+            self.execution.task(index, self.context, self.buffer_outputs),
+            self.custom,
+            items,
+            self.execution.zero,
+            gradients=self.loss is not None,
         )
-        users = self.execution.users(name)
-        names = self.context.mesh.names
-        divided = tuple(a for a in axes if names[a] in self.execution.zero_axes)
-        rest = tuple(axis for axis in axes if axis not in divided)
-        return Item(
-            name=name,
-            fqn=self.items[name].target,
-            shape=self.context.grid.local_shape(spec.shape, pair.forward),
-            dtype=getattr(torch, spec.dtype),
-            trainable=spec.requires_grad,
-            ranks=self.execution.ranks_over(users, self.context, axes),
-            zero_ranks=self.context.ranks(divided),
-            rest_ranks=self.context.ranks(rest),
-            alone=(self.comm.rank,),
-            shared=len(users) > 1,
+
+    def _unit(
+        self, programs: StagePrograms, items: Sequence[Item], values: Mapping[str, Tensor]
+    ) -> StageUnit:
+        return StageUnit(
+            programs,
+            items,
+            values,
+            self.tensors,
+            self.comm,
+            schedule=self.execution.schedule,
+            buffer_targets=self._buffer_names(),
+            update=self._update,
+        )
+
+    def _executor(self) -> Executor:
+        return Executor(
+            self.comm, lambda stage: self.execution.rank_of(stage, self.context)
         )
 
     def _to_local(self, name: str, full: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ class Executor:
         return self.outcome
 
     def _act(self, action: Action, updates: bool) -> None:
+        self.sends = [handle for handle in self.sends if not handle.done()]
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind in ("F", "B", "I", "W"):
             self._compute(kind, self.units[stage], microbatch)
@@ -178,7 +179,7 @@ class Executor:
             key = (kind[-1], stage, action.peer, microbatch)
             for tensor in self.outgoing.pop(key):
                 self.sends.append(self.comm.send_start(tensor, self.rank_of(action.peer)))
-            self.sends = [handle for handle in self.sends if not handle.done()]
+            del tensor
         elif kind in ("RECV_F", "RECV_B"):
             assert action.peer is not None
             self._receive(kind[-1], self.units[stage], action.peer, microbatch)
@@ -228,6 +229,7 @@ class Executor:
                 if slot.kind in ("buffer", "parameter") and slot in program.later and kind == "F":
                     frame[slot] = value  # the version that backward must see too
             arguments.append(value)
+            del value  # nothing but the program holds what is handed to it
         results = program.run(arguments)
         sent: dict[str, Tensor] = {}
         for slot, value in zip(program.outputs, results, strict=True):

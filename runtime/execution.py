@@ -12,6 +12,7 @@ from autopar.plan.stages import Stages, assign_stages
 from autopar.plan.strategies import split_axes
 from autopar.runtime.execute import Boundary
 from autopar.runtime.mesh import MeshContext
+from autopar.runtime.parameters import Item
 from autopar.runtime.unit import StageTask
 from autopar.schedules.actions import Action, Schedule, only
 from autopar.schedules.communicate import add_communication
@@ -164,6 +165,37 @@ class Execution:
     def parameters_of(self, stage: int) -> tuple[str, ...]:
         """Parameters that a stage uses."""
         return self.stages.inputs_of(stage, self.sharded.graph, "parameter")
+
+    def items(self, stage: int, context: MeshContext) -> tuple[Item, ...]:
+        """The parameters that a stage uses, as this rank holds them."""
+        targets = {item.value.name: item.target for item in self.sharded.graph.inputs}
+        return tuple(
+            self._item(name, targets[name], context) for name in self.parameters_of(stage)
+        )
+
+    def _item(self, name: str, fqn: str, context: MeshContext) -> Item:
+        spec = self.sharded.graph.spec(name)
+        pair = self.sharded.inputs[name]
+        axes = tuple(
+            axis
+            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
+            if have != want and axis != context.time
+        )
+        users = self.users(name)
+        divided = tuple(axis for axis in axes if context.mesh.names[axis] in self.zero_axes)
+        rest = tuple(axis for axis in axes if axis not in divided)
+        return Item(
+            name=name,
+            fqn=fqn,
+            shape=context.grid.local_shape(spec.shape, pair.forward),
+            dtype=getattr(torch, spec.dtype),
+            trainable=spec.requires_grad,
+            ranks=self.ranks_over(users, context, axes),
+            zero_ranks=context.ranks(divided),
+            rest_ranks=context.ranks(rest),
+            alone=(context.comm.rank,),
+            shared=len(users) > 1,
+        )
 
     def shared_names(self) -> tuple[str, ...]:
         """Trainable parameters that several stages use."""

@@ -20,7 +20,7 @@ from autopar.runtime.programs.accumulate import accumulate, finish_order
 from autopar.runtime.programs.buckets import Bucket, Reduction, make_buckets, reduce_buckets
 from autopar.runtime.programs.capture import capture
 from autopar.runtime.programs.overlap import overlap
-from autopar.runtime.programs.program import Joint, Program, Slot
+from autopar.runtime.programs.program import Boxed, Joint, Program, Slot
 from autopar.runtime.programs.prologue import hoist_prologue
 from autopar.runtime.programs.recording import RecordingCommunicator
 from autopar.runtime.programs.split import split
@@ -112,8 +112,12 @@ def build_programs(
     zero: int = 0,
     *,
     gradients: bool = True,
+    rewrite: Callable[[Joint], Joint] | None = None,
 ) -> StagePrograms:
-    """Lower, capture and cut a stage for the rank of `context`, whose device need not exist."""
+    """Lower, capture and cut a stage for the rank of `context`, whose device need not exist.
+
+    `rewrite` may change what was captured before it is cut.
+    """
     comm = context.comm
     recorder = RecordingCommunicator(comm.rank, comm.world_size, comm.device)
     traced = MeshContext(context.mesh, recorder, context.grid, context.devices)
@@ -136,6 +140,8 @@ def build_programs(
             local.module, examples, [slot for slot, _ in wanted], local.origins,
             gradients=gradients, name=f"stage {task.index}", device=comm.device,
         )  # fmt: skip
+    if rewrite is not None:
+        joint = rewrite(joint)
     prologue, joint = hoist_prologue(joint)
     return cut_programs(
         local, joint, prologue, task, items, zero if gradients else 0, gradients=gradients
@@ -340,12 +346,16 @@ class StageUnit:
         if key not in self._compiled:
             program = self.variant(kind, first=first, last=last)
             self._compiled[key] = Compiled(
-                run=program.compile(self.comm),
+                run=self.compile(program),
                 inputs=program.inputs,
                 outputs=program.outputs,
                 later=self.programs.later(kind),
             )
         return self._compiled[key]
+
+    def compile(self, program: Program) -> Boxed:
+        """A program as a function; a dry run makes it otherwise."""
+        return program.compile(self.comm)
 
     def start_step(self, updates_before: int) -> None:
         """Forget what an interrupted step left.
