@@ -17,7 +17,6 @@ then only a wrong plan can differ.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,19 +26,36 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.plan.build import apply_plan
+from autopar.plan.microbatch import microbatch_notes
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Communicator, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.compiled import CompiledModel, CompileOptions
+from autopar.runtime.execution import Execution
 from autopar.runtime.launch import LocalRanks
 from autopar.runtime.loader import load_model
+from autopar.runtime.optimizers import optimizer_factory
+from autopar.runtime.reference import (
+    Device,
+    EagerDevice,
+    GraphDevice,
+    Rounds,
+    batch_dims,
+    settled_buffers,
+    train,
+)
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced, trace
-from autopar.trace.guards import leaf_paths
 
 LEARNING_RATE = 1e-3
 EPSILON = 1e-4
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": LEARNING_RATE, "eps": EPSILON},
+    "sgd": {"lr": LEARNING_RATE, "momentum": 0.9},
+}
+"""Options of the optimizers that can take the steps."""
 TOLERANCES = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3}
 """Largest relative error that counts as equal, by the model's lowest dtype."""
 PARAMETER_TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
@@ -77,7 +93,8 @@ class VerifyReport:
         tolerance: Largest error that counts as equal.
         parameter_tolerance: The same for parameters after the optimizer steps.
         reference: What one device ran: ``eager`` or ``graph`` (the traced graph on one device,
-            when the model draws random numbers or runs in another dtype).
+            when the model draws random numbers, runs in another dtype, or has microbatches of
+            unequally many labels), and in how many microbatches if it matters.
         traffic: Bytes sent by rank 0 in the first step, by kind of collective.
         exact: When parameters alone differ, the worst row of the same comparison in float64:
             it tells rounding, which AdamW can magnify, from a wrong plan.
@@ -184,8 +201,9 @@ def _state(compiled: CompiledModel, comm: Communicator, task: VerifyTask) -> dic
         "loss": {str(step): value for step, value in enumerate(losses)},
         "gradient": gradients,
         "parameter": engine.full_parameters(),
-        "buffer": _buffers(buffers, engine.full_buffers()),
+        "buffer": settled_buffers(buffers, engine.full_buffers()),
         "replicas": engine.replicas_differ(),
+        "estimated": any(unit.programs.joint.estimated for unit in engine.units.values()),
         "plan": compiled.plan,
         "traffic": traffic,
     }
@@ -204,73 +222,8 @@ def verify_on_rank(comm: Communicator, task: VerifyTask) -> dict[str, Any] | Non
     compiled = CompiledModel(task.model, comm, task.options, task.traced)
     state = _state(compiled, comm, task)
     state["replicas"] = next((n for n in comm.gather_objects(state["replicas"]) if n), None)
+    state["estimated"] = any(comm.gather_objects(state["estimated"]))
     return state if comm.rank == 0 else None
-
-
-def _eager(task: VerifyTask, traced: Traced) -> dict[str, Any]:
-    """The same steps in eager torch on one device."""
-    assert task.model is not None
-    model = copy.deepcopy(task.model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, eps=EPSILON) if trainable else None
-    losses: list[Tensor] = []
-    gradients: dict[str, Tensor | None] = {}
-    buffers: dict[str, Tensor] = {}
-    with _without_cache(model):
-        for step in range(task.steps):
-            model.zero_grad(set_to_none=True)
-            # A model may write its inputs; a compiled one leaves those of the caller alone.
-            args, kwargs = copy.deepcopy(task.args), copy.deepcopy(dict(task.kwargs))
-            outputs = model(*args, **kwargs)
-            loss = (
-                task.options.loss_fn(outputs, *args, *kwargs.values())
-                if task.options.loss_fn
-                else _own_loss(outputs, traced)
-            )
-            if loss.requires_grad:
-                loss.backward()
-            losses.append(loss.detach())
-            if step == 0:
-                gradients = {
-                    name: None if p.grad is None else p.grad.detach().to_dense().clone()
-                    for name, p in model.named_parameters()
-                }
-                buffers = {name: b.clone() for name, b in model.named_buffers()}
-            for parameter in trainable:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
-            if optimizer is not None:
-                optimizer.step()
-    return {
-        "loss": {str(step): value for step, value in enumerate(losses)},
-        "gradient": gradients,
-        "parameter": {name: p.detach() for name, p in model.named_parameters()},
-        "buffer": _buffers(buffers, dict(model.named_buffers())),
-    }
-
-
-def _buffers(first: Mapping[str, Tensor], last: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Floating buffers after the first step, counters and other exact ones after the last.
-
-    After optimizer steps a running mean carries the rounding noise of the parameters before it.
-    """
-    return {name: first[name] if last[name].is_floating_point() else last[name] for name in last}
-
-
-class _without_cache:  # noqa: N801 -- used as a function
-    """Hugging Face caches off, as while tracing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        config = getattr(model, "config", None)
-        self.config = config if getattr(config, "use_cache", False) else None
-
-    def __enter__(self) -> None:
-        if self.config is not None:
-            self.config.use_cache = False
-
-    def __exit__(self, *_: object) -> None:
-        if self.config is not None:
-            self.config.use_cache = True
 
 
 def _compare(task: VerifyTask, want: dict[str, Any], have: dict[str, Any], dtype: str) -> list[Row]:
@@ -329,6 +282,7 @@ def verify(
     plan: Plan | None = None,
     steps: int = 3,
     dtype: str | None = None,
+    optimizer: str = "adamw",
     tolerance: float | None = None,
     ranks: LocalRanks | None = None,
     threads: bool = False,
@@ -344,9 +298,10 @@ def verify(
         mesh: See `autopar.compile`; with `plan`, the plan's.
         constraints: See `autopar.compile`.
         plan: The plan to verify instead of one made from `constraints`.
-        steps: Number of AdamW steps.
+        steps: Number of optimizer steps.
         dtype: ``"float64"`` to run the traced graph with every floating dtype replaced by
             float64 on both sides: then only a wrong plan can differ.
+        optimizer: ``"adamw"``, or ``"sgd"`` with momentum.
         tolerance: Largest relative error that counts as equal; by dtype when None.
         ranks: A pool of local ranks to use; one is started for the call when None.
         threads: Let ranks be threads of this process instead of processes.
@@ -367,10 +322,12 @@ def verify(
         source, target = model, None
     if dtype not in (None, "float64"):
         raise InputError(f"verify in dtype {dtype!r}", expected="float64, or None for the model's")
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"verify with {optimizer!r}", expected="one of " + ", ".join(OPTIMIZERS))
     axes = plan.device_mesh if plan is not None else _as_mesh(mesh)
     options = CompileOptions(
-        loss_fn=loss_fn, optimizer="adamw", mesh=axes, constraints=constraints, plan=plan,
-        optimizer_options={"lr": LEARNING_RATE, "eps": EPSILON}, float64=dtype == "float64",
+        loss_fn=loss_fn, optimizer=optimizer, mesh=axes, constraints=constraints, plan=plan,
+        optimizer_options=OPTIMIZERS[optimizer], float64=dtype == "float64",
     )  # fmt: skip
     task = VerifyTask(
         model=source, args=tuple(args), kwargs=dict(kwargs or {}), options=options, steps=steps
@@ -379,26 +336,16 @@ def verify(
     if threads:
         task = replace(task, traced=traced)
     have = _run(task, target, axes.size, ranks, threads)
-    graph_reference = dtype is not None or _draws_numbers(traced) or _on_meta(source)
-    if graph_reference:
-        alone = CompileOptions(
-            loss_fn=loss_fn, optimizer="adamw", optimizer_options=options.optimizer_options,
-            float64=options.float64,
-        )  # fmt: skip
-        one = VerifyTask(
-            model=source, args=task.args, kwargs=task.kwargs, options=alone, steps=steps
-        )
-        solo = SoloCommunicator()
-        want = _state(CompiledModel(source, solo, alone, traced), solo, one)
-    else:
-        want = _eager(task, traced)
+    device, rounds, kind = _reference(task, traced, have["plan"], have["estimated"])
+    factory = optimizer_factory(options.optimizer, options.optimizer_options)
+    want = train(device, rounds, steps, factory)
     lowest = dtype or _lowest_dtype(traced)
     report = VerifyReport(
         plan=have["plan"],
         rows=tuple(_compare(task, want, have, lowest)),
         tolerance=tolerance if tolerance is not None else TOLERANCES[lowest],
         parameter_tolerance=tolerance if tolerance is not None else PARAMETER_TOLERANCES[lowest],
-        reference="graph" if graph_reference else "eager",
+        reference=rounds.describe(kind),
         traffic=have["traffic"],
     )
     bad = report.first_difference
@@ -406,22 +353,42 @@ def verify(
         return report
     again = verify(
         target or source, args, kwargs, loss_fn=loss_fn, mesh=mesh, constraints=constraints,
-        plan=plan, steps=steps, dtype="float64", ranks=ranks, threads=threads, traced=traced,
+        plan=plan, steps=steps, dtype="float64", optimizer=optimizer, ranks=ranks, threads=threads,
+        traced=traced,
     )  # fmt: skip
     return replace(report, exact=again.worst)
+
+
+def _reference(
+    task: VerifyTask, traced: Traced, plan: Plan, estimated: bool
+) -> tuple[Device, Rounds, str]:
+    """The model on one device, what it does in a step, and whether that is eager or the graph."""
+    assert task.model is not None
+    sharded = apply_plan(plan, traced.graph)
+    execution = Execution.of_plan(plan, sharded, traced.loss)
+    rounds = Rounds.of_plan(plan, execution, estimated or bool(microbatch_notes(sharded)))
+    count, arguments = rounds.microbatches, (task.args, dict(task.kwargs))
+    options = replace(task.options, plan=None, mesh=None, constraints={"microbatches": count})
+
+    def graph() -> GraphDevice:
+        assert task.model is not None
+        compiled = CompiledModel(task.model, SoloCommunicator(), options, traced)
+        return GraphDevice(compiled, arguments)
+
+    if task.options.float64 or _draws_numbers(traced) or _on_meta(task.model):
+        return graph(), rounds, "graph"
+    dims = batch_dims(sharded) if count > 1 else {}
+    eager = EagerDevice(task.model, arguments, task.options.loss_fn, traced, dims, count)
+    # Only the graph knows how many of all labels are in a microbatch.
+    if eager.weigh() and (count == 1 or graph().counts_alike()):
+        return eager, rounds, "eager"
+    return graph(), rounds, "graph"
 
 
 def _draws_numbers(traced: Traced) -> bool:
     """Whether the model has random ops, whose numbers eager torch draws otherwise."""
     rules = infer_factors(traced.graph).rules
     return any(rule is not None and rule.special for rule in rules)
-
-
-def _own_loss(outputs: Any, traced: Traced) -> Tensor:
-    """The leaf of the model's result that the trace took as the loss."""
-    path = next(out.target for out in traced.graph.outputs if out.value == traced.loss)
-    loss: Tensor = leaf_paths(outputs)[path]
-    return loss
 
 
 def _check_call(args: Any, kwargs: Any, steps: Any) -> None:

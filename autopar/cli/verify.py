@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["float64"],
         help="run both sides in this dtype, in which only a wrong plan can differ",
     )
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "sgd"],
+        default="adamw",
+        help="what takes the steps: AdamW, or SGD with momentum",
+    )
     shared.add_json(parser)
 
 
@@ -61,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         plan=plan,
         steps=options.steps,
         dtype=options.dtype,
+        optimizer=options.optimizer,
     )
     print(json.dumps(as_json(report), indent=2) if options.json else report.summary())
     return 0 if report.equal else 1

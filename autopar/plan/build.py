@@ -31,6 +31,7 @@ from autopar.plan.strategies import (
     parse_constraints,
     tensor_mesh,
 )
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.choices import Choices, fits, options
 from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.mesh import Mesh
@@ -162,6 +163,7 @@ def _pipeline(
     count = pipeline.stages(mesh.axes)
     where = "constraints['cuts']"
     stages = assign_stages(graph, factors, count, pipeline.cuts, where=where)
+    _check_shared(graph, pipeline, stages, "constraints['schedule']")
     if pipeline.cuts:
         return replace(pipeline, cuts=given_keys(graph, pipeline.cuts)), stages
     return replace(pipeline, cuts=cut_keys(graph, stages)), stages
@@ -171,10 +173,30 @@ def plan_stages(plan: Plan, graph: Graph, factors: Factors) -> Stages:
     """The stages that `plan` cuts `graph` into.
 
     Raises:
-        PlanError: If its cuts do not fit the graph.
+        PlanError: If its cuts or its schedule do not fit the graph.
     """
     where = "plan: pipeline.cuts"
-    return assign_stages(graph, factors, plan.num_stages, plan.pipeline.cuts, where=where)
+    stages = assign_stages(graph, factors, plan.num_stages, plan.pipeline.cuts, where=where)
+    _check_shared(graph, plan.pipeline, stages, "plan: pipeline.schedule")
+    return stages
+
+
+def _check_shared(graph: Graph, pipeline: PipelinePlan, stages: Stages, where: str) -> None:
+    """Refuse updates at different times of a parameter that several stages have."""
+    if not SCHEDULES[pipeline.schedule].asynchronous:
+        return
+    for item in graph.parameters():
+        users = stages.shared.get(item.value.name)
+        if users and item.value.spec.requires_grad:
+            raise PlanError(
+                f"stages {', '.join(map(str, users))} share parameter {item.target}, but with "
+                f"schedule {pipeline.schedule} each stage updates its own weights at its own time",
+                expected="a schedule that updates all stages once a step, such as 1f1b, or "
+                "parameters of one stage each",
+                fix="take schedule=1f1b, untie the parameter in the model, or choose cuts that "
+                "leave all its uses in one stage",
+                where=where,
+            )
 
 
 def _unruled(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
