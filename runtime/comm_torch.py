@@ -15,7 +15,7 @@ from autopar.errors import ClusterError, RankError
 from autopar.runtime import compat
 from autopar.runtime.comm import Channel, Communicator, Operation, Ranks, SoloCommunicator
 from autopar.runtime.environment import JobEnvironment, local_rank, read_environment
-from autopar.runtime.handles import Done, Handle, Waiter, Work, then
+from autopar.runtime.handles import Done, Handle, Sent, Waiter, Work, then
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class TorchCommunicator(Communicator):
             return Work(dist.isend(tensor, to, group=group, tag=tag), tensor)
         if self._waiter is None:
             self._waiter = Waiter()
-        return self._waiter.watch(dist.isend(tensor, to, tag=tag), tensor)
+        return Sent(dist.isend(tensor, to, tag=tag), tensor, self._waiter)
 
     def _receive(self, out: Tensor, source: int, tag: int) -> Handle:
         if out.numel() == 0:

@@ -98,35 +98,51 @@ class Work:
 
 @final
 class Sent:
-    """Handle of a message that a `Waiter` watches."""
+    """Handle of a message over gloo, which says that it has left only to the one who waits.
 
-    def __init__(self, future: Future[None], tensor: Tensor) -> None:
-        self._future, self._tensor = future, tensor
+    Args:
+        work: The work of torch.distributed; only one may wait for it.
+        tensor: What is sent.
+        waiter: Who waits from the first question on whether it is done.
+    """
+
+    def __init__(self, work: Any, tensor: Tensor, waiter: Waiter) -> None:
+        self._work, self._tensor, self._waiter = work, tensor, waiter
+        self._future: Future[None] | None = None
 
     def wait(self) -> Tensor:
         """Wait and return what was sent."""
-        self._future.result()
+        if self._future is not None:
+            self._future.result()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._tensor
 
     def done(self) -> bool:
         """Whether the message has left."""
+        if self._future is None:
+            if self._work is None:
+                return True
+            self._future = self._waiter.watch(self._work)
+            self._work = None
         return self._future.done()
 
 
 @final
 class Waiter:
-    """A thread that waits for messages: gloo's do not say that they have left until waited for."""
+    """A thread that waits for works, one after the other."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[tuple[Any, Future[None]]] = queue.SimpleQueue()
         # A daemon: a receiver that died must not keep this process.
         threading.Thread(target=_wait_for_all, args=(self._works,), daemon=True).start()
 
-    def watch(self, work: Any, tensor: Tensor) -> Sent:
-        """The handle of `work`, which sends `tensor`."""
+    def watch(self, work: Any) -> Future[None]:
+        """A future that is done when `work` is."""
         future: Future[None] = Future()
         self._works.put((work, future))
-        return Sent(future, tensor)
+        return future
 
 
 def _wait_for_all(works: queue.SimpleQueue[tuple[Any, Future[None]]]) -> None:
