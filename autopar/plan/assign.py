@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph, Node
-from autopar.plan.parts import MICROBATCH
 from autopar.plan.stages import input_only
 from autopar.plan.strategies import Constraints
 from autopar.sharding.choices import (
@@ -19,7 +18,7 @@ from autopar.sharding.choices import (
     place_call,
 )
 from autopar.sharding.factors import Factors, Unit
-from autopar.sharding.mesh import Mesh
+from autopar.sharding.mesh import MICROBATCH, Mesh
 from autopar.sharding.placement import PARTIAL, REPLICATE, Pair, Placements, Shard, legal
 from autopar.sharding.rule import OpRule
 

@@ -14,12 +14,11 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.plan.assign import assign
 from autopar.plan.keys import op_keys
-from autopar.plan.parts import MICROBATCH
 from autopar.plan.stages import input_only
 from autopar.plan.strategies import Constraints
 from autopar.sharding.choices import Choices
 from autopar.sharding.factors import Factors
-from autopar.sharding.mesh import Mesh
+from autopar.sharding.mesh import MICROBATCH, Mesh
 from autopar.sharding.placement import Pair
 from autopar.sharding.reshard import Step, plan_steps
 from autopar.sharding.sharded import ShardedGraph, shard_graph

@@ -8,9 +8,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.schedules.make import SCHEDULES
-
-MICROBATCH = "microbatch"
-"""Name of the axis in time: what it splits is computed one part after another."""
+from autopar.sharding.mesh import MICROBATCH
 
 MAX_ZERO = 3
 

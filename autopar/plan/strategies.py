@@ -21,8 +21,8 @@ from autopar.plan.extras import (
     read_zero,
     split_text,
 )
-from autopar.plan.parts import MICROBATCH, PipelinePlan, ZeroPlan
-from autopar.sharding.mesh import Mesh
+from autopar.plan.parts import PipelinePlan, ZeroPlan
+from autopar.sharding.mesh import MICROBATCH, Mesh
 
 MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
 """Factors that tensor parallelism splits, best first (Megatron-LM, arXiv 1909.08053)."""
