@@ -57,9 +57,9 @@ _KIND: dict[SlotKind, MemoryKind] = {
     "handle": "collective",
 }
 # Inputs that the caller hands over; all others it keeps.
-_HANDED_OVER = frozenset({"boundary", "tangent", "saved"})
+HANDED_OVER = frozenset({"boundary", "tangent", "saved"})
 # A storage that is returned twice counts as the first of these.
-_RANKING: tuple[MemoryKind, ...] = (
+RANKING: tuple[MemoryKind, ...] = (
     "gradients", "buffers", "saved", "boundary", "outputs", "collective"
 )  # fmt: skip
 # Their operand is in use until the wait; `start_all_reduce` works on a copy, its result.
@@ -128,12 +128,12 @@ def resident(programs: Iterable[Program]) -> Resident:
     seen: dict[Slot, int] = {}
     for program in programs:
         for slot, node in program.input_nodes().items():
-            if slot.kind in _HANDED_OVER:
+            if slot.kind in HANDED_OVER:
                 continue
             for storage, size in storages(node.meta["val"]):
                 # Another program's fake of the same slot is known, but adds nothing.
                 sizes.setdefault(storage, size if seen.setdefault(slot, storage) == storage else 0)
-                found.setdefault(storage, _kind_of(slot, node))
+                found.setdefault(storage, kind_of(slot, node))
     return Resident(kinds=found, sizes=sizes)
 
 
@@ -166,7 +166,7 @@ def summarise_stage(programs: Sequence[Program]) -> tuple[Resident, tuple[Summar
     later: set[Slot] = set()
     found: list[Summary] = []
     for program in reversed(programs):
-        mine = {slot for slot in program.inputs if slot.kind in _HANDED_OVER}
+        mine = {slot for slot in program.inputs if slot.kind in HANDED_OVER}
         found.append(summarise(program, kept, mine & later))
         later |= mine
     return kept, tuple(reversed(found))
@@ -236,7 +236,7 @@ class _Walk:
     def run(self) -> Summary:
         """The summary."""
         named = self._kinds()
-        taken = {slot: node for slot, node in self.inputs.items() if slot.kind in _HANDED_OVER}
+        taken = {slot: node for slot, node in self.inputs.items() if slot.kind in HANDED_OVER}
         live: Counter[MemoryKind] = Counter()
         start: Counter[MemoryKind] = Counter()
         for storage, kind in self._slot_kinds(taken).items():
@@ -285,9 +285,9 @@ class _Walk:
         for slot, node in slots.items():
             for storage, _ in storages(node.meta["val"]):
                 if storage not in self.outside:
-                    kind = _kind_of(slot, node)
+                    kind = kind_of(slot, node)
                     old = found.get(storage)
-                    if old is None or _RANKING.index(kind) < _RANKING.index(old):
+                    if old is None or RANKING.index(kind) < RANKING.index(old):
                         found[storage] = kind
         return found
 
@@ -301,12 +301,13 @@ class _Walk:
                     for storage, _ in storages(side.meta["val"]):
                         found[storage] = "collective"
         found |= self._slot_kinds(
-            {slot: node for slot, node in self.inputs.items() if slot.kind in _HANDED_OVER}
+            {slot: node for slot, node in self.inputs.items() if slot.kind in HANDED_OVER}
         )
         return found | self._slot_kinds(self.program.output_nodes())
 
 
-def _kind_of(slot: Slot, node: fx.Node) -> MemoryKind:
+def kind_of(slot: Slot, node: fx.Node) -> MemoryKind:
+    """What the memory behind an input or output of a program is for."""
     if slot.kind == "shard" and any(node in kinds.written(user) for user in node.users):
         return "gradients"
     return _KIND[slot.kind]
