@@ -33,7 +33,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int
     return costs, crossing, allowed, preferred, parts
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(problems())
 def test_the_least_bound_is_least(problem):
     costs, _, allowed, _, parts = problem
@@ -41,7 +41,7 @@ def test_the_least_bound_is_least(problem):
     assert least_bound(prefix, allowed, parts) == largest(costs, allowed, parts)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(problems())
 def test_cuts_are_the_best_of_all(problem):
     costs, crossing, allowed, preferred, parts = problem

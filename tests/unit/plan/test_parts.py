@@ -48,7 +48,7 @@ pipelines = st.builds(
 zeros = st.builds(ZeroPlan, stage=st.integers(0, 9), axes=st.lists(words).map(tuple))
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(pipelines, zeros, st.lists(words).map(tuple))
 def test_parts_survive_their_file(pipeline: PipelinePlan, zero: ZeroPlan, recompute):
     plan = Plan(
