@@ -69,6 +69,7 @@ class _Runner(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, origins: Mapping[str, str]) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # errors say where in their own way
         self.origins = dict(origins)
         self.labels = _Labels()
 

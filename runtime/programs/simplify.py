@@ -1,4 +1,7 @@
-"""Arithmetic on single integers, done once: the keys and salts of random ops are full of it."""
+"""What need not be computed: views that undo each other, arithmetic on single integers.
+
+Autograd transposes a weight back and forth, and the keys and salts of random ops are many integers.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,45 @@ _MAX_SHARED_BYTES = 1024
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Fold integers known beforehand and share equal small results, in place.
+    """Shorten chains of views, fold integers known beforehand, share equal small results; in place.
 
     Only integers are folded: they are the same on every device. Results are shared within forward
     and within backward, but not between them, which would keep them for longer.
     """
+    _shorten(graph)
     _fold(graph)
     _share(graph)
     eliminate_dead(graph)
+
+
+def _shorten(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target is aten.t.default:
+            source: Any = node.args[0]
+            if source.target is aten.t.default:
+                node.replace_all_uses_with(source.args[0])
+        elif node.target is aten.view.default:
+            source = node.args[0]
+            while source.target is aten.view.default and _views(source.args[0], node):
+                source = source.args[0]
+                node.args = (source, node.args[1])
+            if _same_layout(source, node):
+                node.replace_all_uses_with(source)
+
+
+def _same_layout(first: fx.Node, second: fx.Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    return a.shape == b.shape and a.stride() == b.stride()
+
+
+def _views(base: Any, node: fx.Node) -> bool:
+    """Whether the view `node` can be taken of `base` with the same result."""
+    value = base.meta["val"]
+    try:
+        viewed = value.view(node.meta["val"].shape)
+    except RuntimeError:  # strides that only the detour gives
+        return False
+    return viewed.stride() == node.meta["val"].stride()
 
 
 def _small(node: fx.Node) -> bool:

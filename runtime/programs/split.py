@@ -92,8 +92,11 @@ class _Split:
         self.slots = {node: slot for slot, node in joint.input_nodes().items()}
         self.index = {node: i for i, node in enumerate(joint.graph.nodes)}
         self.results = joint.output_nodes()
-        self.saved: dict[fx.Node, None] = {}  # by forward
-        self.handed: dict[fx.Node, None] = {}  # by backward to weight
+        self.saved: set[fx.Node] = set()  # by forward
+        self.handed: set[fx.Node] = set()  # by backward for weight
+
+    def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.index.__getitem__)
 
     def forward_results(self) -> list[tuple[Slot, fx.Node]]:
         return [(slot, self.results[slot]) for slot in self.joint.forward_outputs]
@@ -116,7 +119,7 @@ class _Split:
         if slot is not None and (slot.kind in _GIVEN_AGAIN or slot.kind == "tangent"):
             part.env[node] = part.input(node, slot)
         elif slot is not None or self.is_saved(node):
-            self.saved[node] = None
+            self.saved.add(node)
             part.env[node] = part.input(node, Slot("saved", node.name))
         else:
             return False
@@ -132,7 +135,7 @@ class _Split:
                 continue
             missing.add(source)
             pending += source.all_input_nodes
-        for source in sorted(missing, key=self.index.__getitem__):
+        for source in self.in_order(missing):
             part.copy(source)
 
 
@@ -145,7 +148,7 @@ def _forward(split: _Split, joint: Joint) -> Program:
         elif node.op == "call_function" and joint.is_forward(node):
             part.copy(node)
     outputs = split.forward_results()
-    outputs += [(Slot("saved", node.name), node) for node in split.saved]
+    outputs += [(Slot("saved", node.name), node) for node in split.in_order(split.saved)]
     program = part.finish(f"{joint.name} forward", outputs)
     eliminate_dead(program.graph)
     return _without_unread(program)
@@ -213,7 +216,7 @@ def split(joint: Joint, *, recompute: Collection[str] = (), weight: bool = False
     if weight:
         late_results = [(slot, node) for slot, node in results if node in late]
         weight_program = _weight(state, joint, part, [n for n in nodes if n in late], late_results)
-    early_results += [(Slot("saved", node.name), node) for node in state.handed]
+    early_results += [(Slot("saved", node.name), node) for node in state.in_order(state.handed)]
     backward = part.finish(f"{joint.name} backward", early_results)
     return Programs(forward=_forward(state, joint), backward=backward, weight=weight_program)
 
@@ -232,7 +235,7 @@ def _weight(
         if here is None or here.op == "placeholder":
             # Not made by backward: from forward, or computed again here.
             return state.resolve_forward(part, node)
-        state.handed[node] = None
+        state.handed.add(node)
         part.env[node] = part.input(node, Slot("saved", node.name))
         return True
 

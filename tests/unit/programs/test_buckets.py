@@ -51,19 +51,17 @@ body
   %13 f64[3, 5] = aten.t(%12)  # linear_1
   %14 f64[3, 6] = aten.addmm_(%7, %13, %1)  # linear_1
   %15 f64[20] = start_all_reduce_(%4, [0, 1, 2, 3], 'sum', %7)
-  %16 f64[6, 3] = aten.t(%2)  # linear_1
-  %17 f64[3, 6] = aten.t(%16)  # linear_1
-  %18 f64[5, 6] = aten.mm(%12, %17)  # linear_1
-  %19 f64[5, 6] = aten.threshold_backward(%18, %1, 0)  # relu
-  %20 f64[6, 5] = aten.t(%19)  # linear
-  %21 f64[6, 4] = aten.addmm_(%9, %20, %3)  # linear
-  %22 f64[1, 6] = aten.sum.dim_IntList(%19, [0], True)  # linear
-  %23 f64[1, 6] = aten.view(%11, [1, 6])  # linear
-  %24 f64[1, 6] = aten.add_.Tensor(%23, %22)  # linear
-  %25 f64[32] = start_all_reduce_(%5, [0, 1, 2, 3], 'sum', %9, %11)
+  %16 f64[5, 6] = aten.mm(%12, %2)  # linear_1
+  %17 f64[5, 6] = aten.threshold_backward(%16, %1, 0)  # relu
+  %18 f64[6, 5] = aten.t(%17)  # linear
+  %19 f64[6, 4] = aten.addmm_(%9, %18, %3)  # linear
+  %20 f64[1, 6] = aten.sum.dim_IntList(%17, [0], True)  # linear
+  %21 f64[1, 6] = aten.view(%11, [1, 6])  # linear
+  %22 f64[1, 6] = aten.add_.Tensor(%21, %20)  # linear
+  %23 f64[32] = start_all_reduce_(%5, [0, 1, 2, 3], 'sum', %9, %11)
 outputs
   handle:gradients.0 = %15
-  handle:gradients.1 = %25
+  handle:gradients.1 = %23
 """
 
 

@@ -44,28 +44,26 @@ body
   %13 f64[3, 6] = aten.mm.out(%7, %1, out=%10)  # linear_1
   %14 f64[4, 5] = aten.view(%8, [4, 5])
   %15 f64[5] = start_reduce_scatter(%14, [0, 1, 2, 3], 'sum')
-  %16 f64[6, 3] = aten.t(%2)  # linear_1
-  %17 f64[3, 6] = aten.t(%16)  # linear_1
-  %18 f64[5, 6] = aten.mm(%6, %17)  # linear_1
-  %19 f64[5, 6] = aten.threshold_backward(%18, %1, 0)  # relu
-  %20 f64[6, 5] = aten.t(%19)  # linear
-  %21 f64[32] = aten.empty.memory_format([32], dtype=float64, device=cpu, pin_memory=False)
-  %22 f64[24] = aten.slice.Tensor(%21, 0, 0, 24)
-  %23 f64[6, 4] = aten.view(%22, [6, 4])
-  %24 f64[6] = aten.slice.Tensor(%21, 0, 24, 30)
-  %25 f64[6] = aten.view(%24, [6])
-  %26 f64[2] = aten.slice.Tensor(%21, 0, 30, 32)
-  %27 f64[2] = aten.zero_(%26)
-  %28 f64[6, 4] = aten.mm.out(%20, %3, out=%23)  # linear
-  %29 f64[1, 6] = aten.sum.dim_IntList(%19, [0], True)  # linear
-  %30 f64[1, 6] = aten.view(%25, [1, 6])  # linear
-  %31 f64[1, 6] = aten.copy_(%30, %29)  # linear
-  %32 f64[4, 8] = aten.view(%21, [4, 8])
-  %33 f64[5] = wait(%15)
-  %34 f64[5] = aten.add_.Tensor(%4, %33)
-  %35 f64[8] = start_reduce_scatter(%32, [0, 1, 2, 3], 'sum')
-  %36 f64[8] = wait(%35)
-  %37 f64[8] = aten.add_.Tensor(%5, %36)
+  %16 f64[5, 6] = aten.mm(%6, %2)  # linear_1
+  %17 f64[5, 6] = aten.threshold_backward(%16, %1, 0)  # relu
+  %18 f64[6, 5] = aten.t(%17)  # linear
+  %19 f64[32] = aten.empty.memory_format([32], dtype=float64, device=cpu, pin_memory=False)
+  %20 f64[24] = aten.slice.Tensor(%19, 0, 0, 24)
+  %21 f64[6, 4] = aten.view(%20, [6, 4])
+  %22 f64[6] = aten.slice.Tensor(%19, 0, 24, 30)
+  %23 f64[6] = aten.view(%22, [6])
+  %24 f64[2] = aten.slice.Tensor(%19, 0, 30, 32)
+  %25 f64[2] = aten.zero_(%24)
+  %26 f64[6, 4] = aten.mm.out(%18, %3, out=%21)  # linear
+  %27 f64[1, 6] = aten.sum.dim_IntList(%17, [0], True)  # linear
+  %28 f64[1, 6] = aten.view(%23, [1, 6])  # linear
+  %29 f64[1, 6] = aten.copy_(%28, %27)  # linear
+  %30 f64[4, 8] = aten.view(%19, [4, 8])
+  %31 f64[5] = wait(%15)
+  %32 f64[5] = aten.add_.Tensor(%4, %31)
+  %33 f64[8] = start_reduce_scatter(%30, [0, 1, 2, 3], 'sum')
+  %34 f64[8] = wait(%33)
+  %35 f64[8] = aten.add_.Tensor(%5, %34)
 outputs
 """
 
@@ -108,26 +106,20 @@ body
   %4 f64[5, 3] = aten.expand(%0, [5, 3])  # sum_1
   %5 f64[3, 5] = aten.t(%4)  # linear_1
   %6 f64[3, 6] = aten.mm(%5, %1)  # linear_1
-  %7 f64[6, 3] = aten.t(%6)  # linear_1
-  %8 f64[2, 12] = autopar.all_gather(%2, [0, 1])  # parameters.1
-  %9 f64[24] = aten.view(%8, [24])  # parameters.1
-  %10 f64[18] = aten.slice.Tensor(%9, 0, 6, 24)  # parameters.1
-  %11 f64[3, 6] = aten.view(%10, [3, 6])  # parameters.1
-  %12 f64[6, 3] = aten.t(%11)  # linear_1
-  %13 f64[3, 6] = aten.t(%12)  # linear_1
-  %14 f64[5, 6] = aten.mm(%4, %13)  # linear_1
-  %15 f64[3, 6] = aten.t(%7)  # linear_1
-  %16 f64[5, 6] = aten.threshold_backward(%14, %1, 0)  # relu
-  %17 f64[6, 5] = aten.t(%16)  # linear
-  %18 f64[6, 4] = aten.mm(%17, %3)  # linear
-  %19 f64[4, 6] = aten.t(%18)  # linear
-  %20 f64[1, 6] = aten.sum.dim_IntList(%16, [0], True)  # linear
-  %21 f64[6] = aten.view(%20, [6])  # linear
-  %22 f64[6, 4] = aten.t(%19)  # linear
+  %7 f64[2, 12] = autopar.all_gather(%2, [0, 1])  # parameters.1
+  %8 f64[24] = aten.view(%7, [24])  # parameters.1
+  %9 f64[18] = aten.slice.Tensor(%8, 0, 6, 24)  # parameters.1
+  %10 f64[3, 6] = aten.view(%9, [3, 6])  # parameters.1
+  %11 f64[5, 6] = aten.mm(%4, %10)  # linear_1
+  %12 f64[5, 6] = aten.threshold_backward(%11, %1, 0)  # relu
+  %13 f64[6, 5] = aten.t(%12)  # linear
+  %14 f64[6, 4] = aten.mm(%13, %3)  # linear
+  %15 f64[1, 6] = aten.sum.dim_IntList(%12, [0], True)  # linear
+  %16 f64[6] = aten.view(%15, [6])  # linear
 outputs
-  gradient:w1 = %22
-  gradient:b1 = %21
-  gradient:w2 = %15
+  gradient:w1 = %14
+  gradient:b1 = %16
+  gradient:w2 = %6
 """
 
 
