@@ -79,7 +79,7 @@ def test_text_before_and_after():
         write_b1="aten.add_.Tensor",
     )
     assert backward.print_readable() == BEFORE
-    assert finish_order(backward) == ("w2", "b1", "w1")
+    assert finish_order(backward) == ("w2", "w1", "b1")
     assert finish_order(first) == ("w2", "w1", "b1")
 
 
