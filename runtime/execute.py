@@ -7,6 +7,7 @@ own last use; peak memory is then what the liveness walk over programs and actio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,10 @@ from autopar.runtime.programs.program import Boxed, Slot
 from autopar.schedules.actions import Action
 
 FrameKey = tuple[int, int]  # stage, microbatch
+
+AHEAD = 2
+"""Receives that are posted before the list comes to them, so that messages arrive during
+computation: one per direction of a pipeline in its steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +126,8 @@ class Executor:
         self.frames: dict[FrameKey, dict[Slot, Any]] = {}
         self.outgoing: dict[tuple[str, int, int, int], list[Tensor]] = {}
         self.sends: list[Handle] = []
+        self.upcoming: deque[Action] = deque()  # receives not posted yet
+        self.posted: deque[list[tuple[Boundary, Handle]]] = deque()
         self.outcome = Outcome()
         self.step_values: dict[Slot, Any] = {}
         self.numbers: list[Tensor] = []
@@ -157,6 +164,7 @@ class Executor:
         self.units = units
         self.step_values = dict(values)
         self.outcome = Outcome()
+        self.upcoming.extend(a for a in actions if a.kind in ("RECV_F", "RECV_B"))
         try:
             for action in actions:
                 self._act(action, updates)
@@ -164,6 +172,8 @@ class Executor:
                 handle.wait()
         finally:
             self.sends.clear()
+            self.upcoming.clear()
+            self.posted.clear()
             self.frames.clear()
             self.outgoing.clear()
             self.step_values.clear()
@@ -173,6 +183,8 @@ class Executor:
         self.sends = [handle for handle in self.sends if not handle.done()]
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind in ("F", "B", "I", "W"):
+            while self.upcoming and len(self.posted) < AHEAD:
+                self._post()
             self._compute(kind, self.units[stage], microbatch)
         elif kind in ("SEND_F", "SEND_B"):
             assert action.peer is not None
@@ -181,8 +193,10 @@ class Executor:
                 self.sends.append(self.comm.send_start(tensor, self.rank_of(action.peer)))
             del tensor
         elif kind in ("RECV_F", "RECV_B"):
-            assert action.peer is not None
-            self._receive(kind[-1], self.units[stage], action.peer, microbatch)
+            if not self.posted:
+                self._post()
+            for item, handle in self.posted.popleft():
+                self._give(kind[-1], stage, microbatch, item.name, handle.wait())
         elif kind == "REDUCE":
             self.units[stage].reduce(microbatch)
         elif kind == "UPDATE":
@@ -191,15 +205,19 @@ class Executor:
         else:
             raise AssertionError(f"no action {action}")
 
-    def _receive(self, way: str, unit: Unit, peer: int, microbatch: int) -> None:
-        if way == "F":
+    def _post(self) -> None:
+        """Start the next receive of the list; they are finished in the same order."""
+        action = self.upcoming.popleft()
+        unit, peer = self.units[action.stage], action.peer
+        assert peer is not None
+        if action.kind == "RECV_F":
             expected = [item for item in unit.arriving if item.source == peer]
         else:
             expected = [i for i in unit.leaving if peer in i.targets and i.differentiable]
         source = self.rank_of(peer)
-        handles = [self.comm.receive_start(item.shape, item.dtype, source) for item in expected]
-        for item, handle in zip(expected, handles, strict=True):
-            self._give(way, unit.index, microbatch, item.name, handle.wait())
+        self.posted.append(
+            [(i, self.comm.receive_start(i.shape, i.dtype, source)) for i in expected]
+        )
 
     def _give(self, way: str, stage: int, microbatch: int, name: str, tensor: Tensor) -> None:
         """Hand a boundary value, or a gradient of one, to a stage of this rank."""
