@@ -10,6 +10,7 @@ the buffer, which saves a tensor of the parameter's size and its page faults.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +75,16 @@ def accumulate(program: Program, *, first: bool, dtype: torch.dtype | None = Non
         del editor.outputs[slot]
     editor.sync()
     order = {node: position for position, node in enumerate(editor.graph.nodes)}
-    shared = Counter(gradients.values())
+    # Only what is read once can be taken apart; to be a gradient counts as being read.
+    reads = Counter(gradients.values())
+    reads.update({node: len(node.users) for node in editor.graph.nodes})
+    once = {node for node, count in reads.items() if count == 1 and node.op == "call_function"}
     for slot, node in gradients.items():
         value = node.meta["val"]
         buffer = editor.add_input(
             slot, editor.empty(tuple(value.shape), dtype or value.dtype, value.device)
         )
-        if shared[node] > 1:
-            leaves = [_Leaf(node=node, steps=(), fused=False)]
-        else:
-            leaves = _leaves(editor, node, buffer)
+        leaves = _leaves(editor, node, buffer, once)
         leaves.sort(key=lambda leaf: order[leaf.node])
         _write_all(editor, buffer, leaves, first)
     return editor.finish(program)
@@ -107,23 +108,23 @@ def finish_order(program: Program) -> tuple[str, ...]:
     return tuple(sorted(finished, key=lambda name: finished[name]))
 
 
-def _leaves(editor: Editor, root: fx.Node, buffer: fx.Node) -> list[_Leaf]:
+def _leaves(
+    editor: Editor, root: fx.Node, buffer: fx.Node, once: Collection[fx.Node]
+) -> list[_Leaf]:
     """Take a gradient apart into summands; the nodes that only joined them are erased.
 
     Args:
         editor: Where the gradient is no output any more.
         root: The gradient.
         buffer: Its buffer.
+        once: Calls whose value nothing else needs; others stay.
     """
     leaves: list[_Leaf] = []
-    # A summand that occurs twice has to be a tensor of its own.
-    found: set[fx.Node] = set()
     pending: list[tuple[fx.Node, tuple[_Step, ...], Tensor]] = [(root, (), buffer.meta["val"])]
     while pending:
         node, steps, target = pending.pop()
         parts: list[tuple[fx.Node, tuple[_Step, ...], Tensor]] = []
-        free = not node.users and node.op == "call_function" and node not in found
-        if free:
+        if node in once:
             parts = _parts(editor, node, steps, target)
             # Views that cancel out, such as the transpose of a transpose, are not made.
             parts = [
@@ -134,8 +135,7 @@ def _leaves(editor: Editor, root: fx.Node, buffer: fx.Node) -> list[_Leaf]:
             pending += parts
         else:
             plain = node.target in _PRODUCTS and not node.kwargs
-            fused = free and plain and node.meta["val"].dtype == target.dtype
-            found.add(node)
+            fused = node in once and plain and node.meta["val"].dtype == target.dtype
             leaves.append(_Leaf(node=node, steps=steps, fused=fused))
     return leaves
 

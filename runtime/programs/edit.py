@@ -122,7 +122,8 @@ class Editor:
             return args[0].meta["val"]
         args = fx.node.map_arg(args, lambda node: node.meta["val"])
         kwargs = fx.node.map_arg(kwargs, lambda node: node.meta["val"])
-        with self.mode:
+        # The fakes of parameters may say that they require gradients.
+        with self.mode, torch.no_grad():
             value = target(*args, **kwargs)
         return value.wait() if isinstance(value, Done) else value
 

@@ -77,6 +77,11 @@ def run(
     return dict(zip(program.outputs, results, strict=True))
 
 
+def text_of(program: Program) -> str:
+    """The text of a program; tracers differ in whether they name a node after the overload."""
+    return program.print_readable().replace("_default", "")
+
+
 def whole(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Small whole numbers: sums of products of them are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +173,7 @@ class Maker:
         if target is ops.wait:
             node.meta["val"] = fakes[0][0]
             return node
-        with self.mode:
+        with self.mode, torch.no_grad():
             value = target(*fakes[0], **fakes[1])
         node.meta["val"] = value.wait() if isinstance(value, Done) else value
         return node

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.runtime.programs.accumulate import accumulate, finish_order
 from autopar.runtime.programs.program import Program, Slot
 from autopar.runtime.programs.split import split
-from tests.unit.programs.pass_models import Maker, gpt_stage, mlp_stage, run, whole
+from tests.unit.programs.pass_models import Maker, gpt_stage, mlp_stage, run, text_of, whole
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -68,17 +68,17 @@ def test_text_before_and_after():
     backward = split(mlp_stage().joint).backward
     first = accumulate(backward, first=True)
     later = accumulate(backward, first=False)
-    assert first.print_readable() == AFTER.format(
+    assert text_of(first) == AFTER.format(
         write="aten.mm.out(%8, %1, out=%6)",
         write_w1="aten.mm.out(%12, %3, out=%4)",
         write_b1="aten.copy_",
     )
-    assert later.print_readable() == AFTER.format(
+    assert text_of(later) == AFTER.format(
         write="aten.addmm_(%6, %8, %1)",
         write_w1="aten.addmm_(%4, %12, %3)",
         write_b1="aten.add_.Tensor",
     )
-    assert backward.print_readable() == BEFORE
+    assert text_of(backward) == BEFORE
     assert finish_order(backward) == ("w2", "w1", "b1")
     assert finish_order(first) == ("w2", "w1", "b1")
 
@@ -128,6 +128,80 @@ def test_small_gradients_survive_in_a_wider_buffer():
     assert torch.equal(buffer, 301 * torch.eye(4))
 
 
+def _twice(maker, x, y):
+    """A product that is added to its own transpose."""
+    product = maker.call(aten.mm.default, x, y)
+    return maker.call(aten.add.Tensor, product, maker.call(aten.t.default, product))
+
+
+def _transposes(maker, x, y):
+    product = maker.call(aten.mm.default, x, y)
+    left = maker.call(aten.t.default, product)
+    right = maker.call(aten.t.default, product)
+    return maker.call(aten.add.Tensor, left, right)
+
+
+def _sum_of_sums(maker, x, y):
+    inner = maker.call(aten.add.Tensor, maker.call(aten.mm.default, y, x), x)
+    return maker.call(aten.add.Tensor, maker.call(aten.t.default, inner), y)
+
+
+def check_accumulated(program: Program, first: bool) -> None:
+    """Compare with the program that returns its gradients."""
+    values = {
+        slot: whole(node.meta["val"].shape, 7 + number)
+        for number, (slot, node) in enumerate(program.input_nodes().items())
+    }
+    copies = {slot: value.clone() for slot, value in values.items()}
+    expected = run(program, values)
+    expected = {slot: value.clone() for slot, value in expected.items()}
+    held = {}
+    for slot in expected:
+        if slot.kind == "gradient":
+            held[slot] = torch.full((4, 4), torch.nan, dtype=F64) if first else whole((4, 4), 99)
+    buffers = {slot: value.clone() for slot, value in held.items()}
+    results = run(accumulate(program, first=first), values | buffers)
+    for slot, value in results.items():
+        assert torch.equal(value, expected[slot])
+    for slot, buffer in buffers.items():
+        assert torch.equal(buffer, expected[slot] if first else held[slot] + expected[slot]), slot
+    for slot, value in values.items():
+        assert torch.equal(value, copies[slot]), slot
+
+
+# Gradients that once were, or easily would be, taken apart wrongly.
+TRAPS = {
+    "twice": _twice,
+    "transposes": _transposes,
+    "sum of sums": _sum_of_sums,
+    "inputs": lambda maker, x, y: maker.call(aten.add.Tensor, x, y),
+    "one input twice": lambda maker, x, y: maker.call(aten.add.Tensor, x, x),
+    "difference": lambda maker, x, y: maker.call(
+        aten.add.Tensor, maker.call(aten.mm.default, x, y), y, alpha=-1
+    ),
+    "scaled product": lambda maker, x, y: maker.call(aten.addmm.default, x, y, x, alpha=3),
+    "input": lambda maker, x, y: x,
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps(trap, first):
+    maker = Maker()
+    x, y = (maker.input(Slot("tangent", name), (4, 4), F64) for name in "xy")
+    check_accumulated(maker.program({Slot("gradient", "w"): TRAPS[trap](maker, x, y)}), first)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_gradient_of_one_is_inside_that_of_another(order):
+    maker = Maker()
+    x, y = (maker.input(Slot("tangent", name), (4, 4), F64) for name in "xy")
+    product = maker.call(aten.mm.default, x, y)
+    gradients = [product, maker.call(aten.t.default, product)][::order]
+    program = maker.program({Slot("gradient", f"w{i}"): node for i, node in enumerate(gradients)})
+    check_accumulated(program, first=True)
+
+
 @st.composite
 def programs(draw) -> Program:
     """Random graphs over 4x4 matrices; products have a small operand, so that sums are exact."""
@@ -138,7 +212,9 @@ def programs(draw) -> Program:
     for kind in draw(st.lists(st.sampled_from(sorted(_MAKERS)), min_size=1, max_size=9)):
         a, b = draw(st.sampled_from(nodes)), draw(st.sampled_from(nodes))
         nodes.append(_MAKERS[kind](maker, a, b, draw(st.sampled_from(small)), row))
-    gradients = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4))
+    # Mostly late nodes, which much leads to.
+    ends = st.one_of(st.sampled_from(nodes[-3:]), st.sampled_from(nodes))
+    gradients = draw(st.lists(ends, min_size=1, max_size=4))
     outputs = {Slot("gradient", f"w{i}"): node for i, node in enumerate(gradients)}
     if draw(st.booleans()):
         outputs[Slot("input_gradient", "x")] = draw(st.sampled_from(nodes))
@@ -176,23 +252,5 @@ _MAKERS = {
 @given(programs(), st.booleans())
 def test_any_graph(program, first):
     text = program.print_readable()
-    values = {
-        slot: whole(node.meta["val"].shape, 7 + number)
-        for number, (slot, node) in enumerate(program.input_nodes().items())
-    }
-    copies = {slot: value.clone() for slot, value in values.items()}
-    expected = run(program, values)
-    expected = {slot: value.clone() for slot, value in expected.items()}
-    held = {}
-    for slot in expected:
-        if slot.kind == "gradient":
-            held[slot] = torch.full((4, 4), torch.nan, dtype=F64) if first else whole((4, 4), 99)
-    buffers = {slot: value.clone() for slot, value in held.items()}
-    results = run(accumulate(program, first=first), values | buffers)
+    check_accumulated(program, first)
     assert program.print_readable() == text
-    for slot, value in results.items():
-        assert torch.equal(value, expected[slot])
-    for slot, buffer in buffers.items():
-        assert torch.equal(buffer, expected[slot] if first else held[slot] + expected[slot]), slot
-    for slot, value in values.items():
-        assert torch.equal(value, copies[slot]), slot

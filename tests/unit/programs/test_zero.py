@@ -19,7 +19,7 @@ from autopar.runtime.programs.overlap import overlap
 from autopar.runtime.programs.program import Program, Slot
 from autopar.runtime.programs.split import Programs, split
 from autopar.runtime.programs.zero import gather_parameters, gradient_buckets, scatter_gradients
-from tests.unit.programs.pass_models import Stage, chain_stage, mlp_stage, run
+from tests.unit.programs.pass_models import Stage, chain_stage, mlp_stage, run, text_of
 from tests.unit.programs.test_buckets import buckets_of, examples, expected, shared
 
 F64 = torch.float64
@@ -143,7 +143,7 @@ def test_text_of_scattered_gradients():
     backward = accumulate(split(mlp_stage().joint).backward, first=True)
     before = backward.print_readable()
     buckets = buckets_of(backward, (0, 1, 2, 3), 1, 8 * 30)
-    assert scatter_gradients(backward, buckets, first=False).print_readable() == SCATTERED
+    assert text_of(scatter_gradients(backward, buckets, first=False)) == SCATTERED
     assert backward.print_readable() == before
 
 
@@ -153,8 +153,8 @@ def test_text_of_gathered_parameters():
     buckets = parameter_buckets(stage, (0, 1), 1, 8 * 20)
     joint = gather_parameters(stage.joint, buckets)
     programs = split(joint, recompute=[bucket.name for bucket in buckets])
-    assert programs.forward.print_readable() == GATHERED_FORWARD
-    assert programs.backward.print_readable() == GATHERED_BACKWARD
+    assert text_of(programs.forward) == GATHERED_FORWARD
+    assert text_of(programs.backward) == GATHERED_BACKWARD
     assert stage.joint.print_readable() == before
 
 
