@@ -129,7 +129,8 @@ class Execution:
 
     # Who holds what
 
-    def _pipeline_rank(self, rank: int) -> int:
+    def pipeline_rank(self, rank: int) -> int:
+        """Place of a rank in its pipeline."""
         if self.axis is None:
             return 0
         return self.devices.coordinate(rank)[self.devices.names.index(self.axis)]
@@ -144,7 +145,7 @@ class Execution:
 
     def stages_of(self, context: MeshContext) -> tuple[int, ...]:
         """Stages that this rank holds."""
-        return self.schedule.stages_of(self._pipeline_rank(context.comm.rank))
+        return self.schedule.stages_of(self.pipeline_rank(context.comm.rank))
 
     def rank_of(self, stage: int, context: MeshContext) -> int:
         """The rank that holds `stage` for this rank's other coordinates."""
@@ -315,10 +316,10 @@ class Execution:
 
     def actions(self, context: MeshContext) -> Sequence[Action]:
         """What this rank does in a step."""
-        return self.schedule.actions[self._pipeline_rank(context.comm.rank)]
+        return self.schedule.actions[self.pipeline_rank(context.comm.rank)]
 
     def evaluation(self, context: MeshContext) -> Sequence[Action]:
         """What this rank does for the model's outputs."""
         if not self._evaluation:
             self._evaluation.append(only(self.schedule, ("F", "SEND_F", "RECV_F")))
-        return self._evaluation[0].actions[self._pipeline_rank(context.comm.rank)]
+        return self._evaluation[0].actions[self.pipeline_rank(context.comm.rank)]

@@ -423,7 +423,7 @@ class StageUnit:
             return
         if "prologue" not in self._sources:
             self._sources["prologue"] = program
-            self._run_prologue = program.compile(self.comm)
+            self._run_prologue = self.compile(program)
         totals: dict[str, Tensor] = {}
         for number in numbers:
             arguments = [
