@@ -120,11 +120,11 @@ def _fakes(
             place = example.device if device is None else device
             if place.type == "meta":
                 place = torch.device("cpu")
-            if place.type == "cuda" and not torch.backends.cuda.is_built():
-                # torch would abort the process in backward, see pytorch's device guards.
+            if place.type == "cuda" and not torch.cuda.is_available():
+                # torch would end the process in backward, or ask for the device.
                 raise TraceError(
-                    f"a program for {place} is asked of a torch without CUDA",
-                    fix="plan for the cpu, or install a torch built with CUDA",
+                    f"a program for {place} is asked of a machine without a GPU",
+                    fix="capture it for the cpu",
                     where=str(slot),
                 )
             fake = torch.empty_strided(
@@ -194,7 +194,7 @@ class _Tracing:
             except AutoparError:
                 raise
             except Exception as error:
-                what = f"the backward of graph node {labels.origin}"
+                what = f"the backward of {labels.origin or 'the outputs'}"
                 raise _not_traceable(what, labels.origin, error) from error
         gradients = []
         for index, gradient in zip(self.wanted, found, strict=True):

@@ -220,6 +220,13 @@ def test_a_backward_that_leaves_torch_is_placed():
     assert caught.value.where == "graph node call_3"
 
 
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = fx.symbolic_trace(lambda w, x: ((w * x).sum(),))
+    with pytest.raises(TraceError, match="cuda:0 is asked of a machine without a GPU"):
+        capture(module, list(slots().items()), [LOSS], {}, device=torch.device("cuda", 0))
+
+
 def test_writing_an_input_is_refused():
     module = fx.symbolic_trace(lambda w, x: ((w * x.add_(1)).sum(),))
     with pytest.raises(TraceError, match="in place"):
