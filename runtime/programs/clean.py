@@ -48,12 +48,25 @@ def clean(traced: fx.GraphModule, holders: Sequence[fx.Node], slots: Sequence[Sl
         elif node.op == "call_function" and node.target in _SAME:
             env[node] = env[node.args[0]]
         elif node.op == "call_function":
-            made = env[node] = graph.node_copy(node, env.__getitem__)
+            made = env[node] = graph.create_node(
+                node.op,
+                node.target,
+                fx.map_arg(node.args, env.__getitem__),
+                fx.map_arg(node.kwargs, env.__getitem__),
+                name=_name(node.target),
+            )
             made.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
     results: Any = output_node(traced.graph).args[0]
     graph.output(tuple(env[node] for node in results))
     eliminate_dead(graph)
     return graph
+
+
+def _name(target: Any) -> str:
+    """What a node is called, apart from its number: ``mm``, ``all_reduce``, ``getitem``."""
+    if isinstance(target, compat.OpOverload):
+        return target._schema.name.rpartition("::")[2]
+    return str(getattr(target, "__name__", "call"))
 
 
 def _constant(traced: fx.GraphModule, node: fx.Node, graph: fx.Graph) -> fx.Node:
