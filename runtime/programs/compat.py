@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental import proxy_tensor
+
+from autopar.runtime.programs import tracer
 
 OpOverload = torch._ops.OpOverload
 
@@ -21,14 +22,12 @@ def fake_mode() -> FakeTensorMode:
 
 def traced(function: Callable[..., Any], args: list[Tensor]) -> fx.GraphModule:
     """`function` on fake tensors as a graph of ATen ops, none decomposed."""
-    return proxy_tensor.make_fx(function, tracing_mode="real")(*args)
+    return tracer.record(function, args)
 
 
 def traced_graph() -> fx.Graph:
     """The graph that the innermost `traced` is writing."""
-    mode = proxy_tensor.get_proxy_mode()
-    assert mode is not None, "nothing is being traced"
-    return mode.tracer.graph
+    return tracer.current().graph
 
 
 def last_traced() -> fx.Node | None:
