@@ -12,12 +12,13 @@ from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.engine import Engine
-from autopar.runtime.lower import Program
-from autopar.runtime.reshard import MeshContext
+from autopar.runtime.lower import LocalForward
+from autopar.runtime.mesh import MeshContext
 from autopar.sharding.choices import REPLICATED
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import REPLICATE
 from autopar.sharding.sharded import ShardedGraph, shard_graph
+from tests.distributed.direct import LEARNING_RATE, DirectEngine
 from tests.distributed.fuzz_models import Subject
 
 TOLERANCE = 1e-11
@@ -44,19 +45,31 @@ class Difference:
         return f"rank {self.rank}: {self.name} differs by {self.error:.3g}"
 
 
-def engine(subject: Subject, sharded: ShardedGraph, comm: Communicator, seed: int = 0) -> Engine:
-    """One rank of a plan."""
+Rank = Engine | DirectEngine
+
+
+def engine(
+    subject: Subject,
+    sharded: ShardedGraph,
+    comm: Communicator,
+    seed: int = 0,
+    *,
+    programs: bool = False,
+) -> Rank:
+    """One rank of a plan, as explicit programs or as its forward is lowered."""
+    if not programs:
+        return DirectEngine(subject, sharded, comm, seed)
     return Engine(
         sharded,
         MeshContext.create(sharded.mesh, comm),
         subject.tensors,
         loss=subject.traced.loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
         seed=seed,
     )
 
 
-def state(ready: Engine, subject: Subject, thorough: bool) -> State:
+def state(ready: Rank, subject: Subject, thorough: bool) -> State:
     """Loss, full gradients and buffers of one backward.
 
     If `thorough`, also the model's outputs, then the parameters after an optimizer step, and the
@@ -64,17 +77,15 @@ def state(ready: Engine, subject: Subject, thorough: bool) -> State:
     """
     found = _backward(ready, subject, "")
     if thorough:
-        assert ready.optimizer is not None
-        with torch.no_grad():
-            outputs = ready.run("forward", subject.inputs)
+        outputs = ready.forward(subject.inputs)
         found |= {f"output {name}": value for name, value in outputs.items()}
-        ready.optimizer.step()
+        ready.update()
         found |= _backward(ready, subject, " in step 2")
         found |= {f"parameter {name}": p for name, p in ready.full_parameters().items()}
     return found
 
 
-def _backward(ready: Engine, subject: Subject, suffix: str) -> State:
+def _backward(ready: Rank, subject: Subject, suffix: str) -> State:
     found: State = {f"loss{suffix}": ready.backward(subject.inputs)}
     for name, grad in ready.full_gradients().items():
         found[f"gradient of {name}{suffix}"] = grad
@@ -120,13 +131,25 @@ def _error(want: Tensor | None, have: Tensor | None, floor: float) -> float:
     return error / scale if scale else (math.inf if error else 0.0)
 
 
-def _copies_apart(ready: Engine) -> list[str]:
+def _local(ready: Rank) -> LocalForward:
+    return ready.local if isinstance(ready, DirectEngine) else ready.units[0].programs.local
+
+
+def _local_gradient(ready: Rank, name: str) -> Tensor | None:
+    if isinstance(ready, DirectEngine):
+        return ready.local_gradient(name)
+    return ready.units[0].parameters.whole_gradient(name)
+
+
+def _copies_apart(ready: Rank) -> list[str]:
     """Parameters, and gradients, whose copies on the ranks are not equal to the last bit."""
     apart = ready.replicas_differ()
     found = [] if apart is None else [apart]
     mesh, comm = ready.sharded.mesh, ready.context.comm
     for name, item in ready.items.items():
-        grad = ready.tensors[name].grad if item.kind == "parameter" else None
+        grad = None
+        if item.kind == "parameter":
+            grad = _local_gradient(ready, name)
         if grad is None:
             continue
         placed = zip(mesh.names, ready.sharded.inputs[name].forward, strict=True)
@@ -137,7 +160,7 @@ def _copies_apart(ready: Engine) -> list[str]:
     return found
 
 
-def compare(ready: Engine, subject: Subject, want: State, thorough: bool) -> list[Difference]:
+def compare(ready: Rank, subject: Subject, want: State, thorough: bool) -> list[Difference]:
     """Run one rank and say how it differs; every rank must call."""
     rank = ready.context.comm.rank
     found = differences(want, state(ready, subject, thorough), rank, TOLERANCE)
@@ -147,8 +170,13 @@ def compare(ready: Engine, subject: Subject, want: State, thorough: bool) -> lis
 
 
 def run(
-    subject: Subject, sharded: ShardedGraph, want: State, *, thorough: bool = False
-) -> tuple[list[Difference], Program | None]:
+    subject: Subject,
+    sharded: ShardedGraph,
+    want: State,
+    *,
+    thorough: bool = False,
+    programs: bool = False,
+) -> tuple[list[Difference], LocalForward | None]:
     """Run a plan on threads and compare every rank with one device.
 
     Args:
@@ -156,20 +184,21 @@ def run(
         sharded: The plan.
         want: What one device has.
         thorough: See `state`; copies must then also be equal to the last bit.
+        programs: Run explicit programs instead of the lowered forward.
 
     Returns:
-        The differences, and the program of rank 0 (None when it failed before).
+        The differences, and the forward of rank 0 (None when it failed before).
     """
-    programs: dict[int, Program] = {}
+    locals_: dict[int, LocalForward] = {}
 
     def rank(comm: Communicator) -> list[Difference]:
-        ready = engine(subject, sharded, comm)
-        programs[comm.rank] = ready.program("train")
+        ready = engine(subject, sharded, comm, programs=programs)
+        locals_[comm.rank] = _local(ready)
         return compare(ready, subject, want, thorough)
 
     try:
         results = run_threads(sharded.mesh.size, rank, timeout_s=30.0)
     except AutoparError as error:
         text = " ".join(str(error).split())
-        return [Difference(rank=-1, name=f"failed: {text}", error=math.inf)], programs.get(0)
-    return [item for result in results for item in result], programs.get(0)
+        return [Difference(rank=-1, name=f"failed: {text}", error=math.inf)], locals_.get(0)
+    return [item for result in results for item in result], locals_.get(0)

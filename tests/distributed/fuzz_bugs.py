@@ -11,7 +11,7 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from autopar.runtime import gradsync, lower, reshard
+from autopar.runtime import engine, lower, parameters, reshard, unit
 from autopar.runtime.comm_threads import ThreadCommunicator
 from autopar.runtime.reshard import StepRunner
 from autopar.runtime.special import base, bind, losses
@@ -32,11 +32,13 @@ class Bug:
         model: A model whose plans can show it.
         inject: Puts it into the code.
         rule: For mistakes in a rule: the op, and the rule from the right one.
+        programs: Whether only explicit programs can show it.
     """
 
     model: str
     inject: Inject = lambda patch: None
     rule: tuple[str, Callable[[OpRule], OpRule]] | None = None
+    programs: bool = False
 
     def subject(self, right: Subject) -> Subject:
         """The model with the wrong rule."""
@@ -126,17 +128,19 @@ def _local_count(right: Any, call: SpecialCall, counted: Tensor | None) -> Tenso
 
 
 def _average_sync(patch: MonkeyPatch) -> None:
-    def start(self: Any, bucket: Any) -> None:
-        bucket.handle = self.context.comm.all_reduce_start(bucket.buffer, bucket.ranks)
-        bucket.handle.wait()
-        bucket.buffer.div_(len(bucket.ranks))
+    right = parameters.Parameters.finish_reduce
 
-    patch.setattr(gradsync.GradientSync, "_start", start)
+    def wrong(self: parameters.Parameters) -> None:
+        right(self)
+        for held in self.held.values():
+            held.gradients.div_(len(held.bucket.ranks))
+
+    patch.setattr(parameters.Parameters, "finish_reduce", wrong)
 
 
 def _no_sync(patch: MonkeyPatch) -> None:
-    patch.setattr(gradsync.GradientSync, "finish", lambda self: None)
-    patch.setattr(gradsync.GradientSync, "_ready", lambda self, parameter: None)
+    right = unit.reduce_buckets
+    patch.setattr(unit, "reduce_buckets", lambda program, made, how: right(program, made, "none"))
 
 
 def _drop_gradient_sums(patch: MonkeyPatch) -> None:
@@ -312,18 +316,15 @@ def _merge_backwards(rule: OpRule) -> OpRule:
 
 
 def _sum_whole_gradients(patch: MonkeyPatch) -> None:
-    right = gradsync.GradientSync.__init__
+    right = engine.Engine._item
 
-    def wrong(self: Any, parameters: Any, context: Any) -> None:
-        changed = []
-        for parameter, pair, shape in parameters:
-            gradient = tuple(
-                placed if isinstance(placed, Shard) else PARTIAL for placed in pair.forward
-            )
-            changed.append((parameter, Pair(pair.forward, gradient), shape))
-        right(self, changed, context)
+    def wrong(self: engine.Engine, name: str, stage: int) -> Any:
+        item = right(self, name, stage)
+        placed = self.sharded.inputs[name].forward
+        axes = tuple(axis for axis, p in enumerate(placed) if not isinstance(p, Shard))
+        return replace(item, ranks=self.context.ranks(axes))
 
-    patch.setattr(gradsync.GradientSync, "__init__", wrong)
+    patch.setattr(engine.Engine, "_item", wrong)
 
 
 BUGS: dict[str, Bug] = {
@@ -365,10 +366,14 @@ BUGS: dict[str, Bug] = {
     ),
     "layer norm of the local features": Bug(model="gpt", inject=unsynced("layer_norm")),
     "group norm of the local positions": Bug(model="unet", inject=unsynced("group_norm")),
-    "gradients of parameters never reduced": Bug(model="moe", inject=_no_sync),
-    "gradients of parameters averaged": Bug(model="moe", inject=_average_sync),
+    "gradients of parameters never reduced": Bug(
+        model="moe", inject=_no_sync, programs=True
+    ),
+    "gradients of parameters averaged": Bug(
+        model="moe", inject=_average_sync, programs=True
+    ),
     "whole gradients of parameters reduced again": Bug(
-        model="moe", inject=_sum_whole_gradients
+        model="moe", inject=_sum_whole_gradients, programs=True
     ),
     "Partial gradients pass a reshard unsummed": Bug(model="moe", inject=_drop_gradient_sums),
     "rows of other ranks looked up": Bug(

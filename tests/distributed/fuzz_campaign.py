@@ -127,7 +127,8 @@ def round_trip(mesh: Mesh, sharded: ShardedGraph) -> str | None:
 def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -> Campaign:
     """Run plans, given as (model, seed).
 
-    Every fourth is run thoroughly, every seventh also goes through its file form.
+    Every fourth is run thoroughly, every eighth as explicit programs, every seventh also goes
+    through its file form.
     """
     result = result or Campaign()
     start = time.perf_counter()
@@ -135,12 +136,16 @@ def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -
         held = subject(name)
         mesh, sharded = draw(held, seed, result.coverage)
         want, thorough = reference(name), seed % 4 == 0
-        found, program = run(held, sharded, want, thorough=thorough)
+        programs = seed % 8 == 3
+        found, program = run(held, sharded, want, thorough=thorough, programs=programs)
         result.plans += 1
         if found:
             text = "\n".join(f"  {item}" for item in found[:4])
             if len(result.failures) < SHRUNK:
-                text = shrink(Case(subject=held, sharded=sharded, want=want, thorough=thorough))
+                case = Case(
+                    subject=held, sharded=sharded, want=want, thorough=thorough, programs=programs
+                )
+                text = shrink(case)
             result.failures.append(f"{name}, seed {seed}, mesh {mesh}\n{text}")
         elif program is not None:
             result.coverage.add(held, sharded, program)
@@ -159,7 +164,7 @@ def on_rank(comm: Communicator, name: str, seeds: tuple[int, ...]) -> list[str]:
     for seed in seeds:
         mesh = Mesh.parse({4: "x=2,y=2", 3: "x=3"}[comm.world_size])
         _, sharded = draw(subject(name), seed, mesh=mesh)
-        ready = engine(subject(name), sharded, comm)
+        ready = engine(subject(name), sharded, comm, programs=True)
         wrong = compare(ready, subject(name), reference(name), thorough=True)
         found += [f"{name}, seed {seed}, mesh {mesh}: {item}" for item in wrong]
     return found

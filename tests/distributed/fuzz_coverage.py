@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise, product
 
 from autopar.plan.random_plans import Prefer
-from autopar.runtime.lower import Program
+from autopar.runtime.lower import LocalForward
 from autopar.runtime.reshard import Reshard, StepRunner
 from autopar.sharding.choices import Choice, Choices, fits, options
 from autopar.sharding.mesh import Mesh
@@ -128,7 +128,7 @@ class Coverage:
     def __init__(self) -> None:
         self.counts: Counter[Key] = Counter()
 
-    def add(self, subject: Subject, sharded: ShardedGraph, program: Program) -> None:
+    def add(self, subject: Subject, sharded: ShardedGraph, program: LocalForward) -> None:
         """Count a plan that ran."""
         ran = set(program.origins.values())
         sizes = sharded.mesh.shape

@@ -31,16 +31,24 @@ class Case:
         sharded: The plan.
         want: What one device has.
         thorough: Whether it has to be run thoroughly to fail.
+        programs: Whether it has to run as explicit programs.
     """
 
     subject: Subject
     sharded: ShardedGraph
     want: State
     thorough: bool = False
+    programs: bool = False
 
     def fails(self) -> list[Difference]:
         """The differences."""
-        return run(self.subject, self.sharded, self.want, thorough=self.thorough)[0]
+        return run(
+            self.subject,
+            self.sharded,
+            self.want,
+            thorough=self.thorough,
+            programs=self.programs,
+        )[0]
 
     def with_parts(self, choices: tuple[Choices, ...], stored: Mapping[str, Placements]) -> Case:
         """The same with other choices and storage."""
@@ -131,12 +139,17 @@ def shrink(case: Case) -> str:
     lines += [f"      {key!r}: {words!r}," for key, words in ops.items()]
     lines.append("  }, {")
     lines += [f"      {fqn!r}: {text!r}," for fqn, text in stored.items()]
-    lines.append("  }), sep='\\n')")
+    lines.append(f"  }}, programs={small.programs}), sep='\\n')")
     return "\n".join(lines)
 
 
 def reproduce(
-    name: str, mesh: str, ops: Mapping[str, tuple[str, ...]], stored: Mapping[str, str]
+    name: str,
+    mesh: str,
+    ops: Mapping[str, tuple[str, ...]],
+    stored: Mapping[str, str],
+    *,
+    programs: bool = False,
 ) -> list[Difference]:
     """Run a plan as `shrink` reports it.
 
@@ -145,6 +158,7 @@ def reproduce(
         mesh: The mesh of sub-axes.
         ops: Choices by op key; all other ops are replicated.
         stored: Placements of parameters by FQN; all others are whole.
+        programs: Run explicit programs.
 
     Returns:
         The differences from one device.
@@ -163,4 +177,4 @@ def reproduce(
         for item in graph.parameters()
     }
     sharded = shard_graph(graph, factors, axes, tuple(choices), storage)
-    return run(held, sharded, solo(held), thorough=True)[0]
+    return run(held, sharded, solo(held), thorough=True, programs=programs)[0]

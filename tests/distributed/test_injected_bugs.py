@@ -30,7 +30,7 @@ def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
         with monkeypatch.context() as patch:
             bug.inject(patch)
             _, sharded = draw(wrong, seed, coverage)
-            found, program = run(wrong, sharded, want)
+            found, program = run(wrong, sharded, want, programs=bug.programs)
         if found:
             break
         assert program is not None
