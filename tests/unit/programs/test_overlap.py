@@ -215,3 +215,20 @@ def test_prefetch(count):
         if node.target is aten.mul.Tensor:
             ahead.append(flying)
     assert ahead == [min(count, 5 - i) for i in range(6)]
+
+
+def test_collective_of_a_collective():
+    """The second cannot start before the first is waited for."""
+    maker = Maker()
+    x, y = (maker.input(Slot("boundary", name), (4,), F64) for name in "xy")
+    other = maker.call(aten.relu.default, y)
+    first = maker.call(ops.ALL_REDUCE, x, RANKS, "sum")
+    second = maker.call(ops.ALL_REDUCE, first, RANKS, "max")
+    total = maker.call(aten.add.Tensor, other, maker.call(aten.relu.default, y))
+    result = maker.call(aten.add.Tensor, total, second)
+    program = overlap(maker.program({Slot("output", "out"): result}))
+    body = [target_name(node.target) for node in program.calls()]
+    assert body == [
+        "start_all_reduce", "aten.relu", "wait", "start_all_reduce", "aten.relu",
+        "aten.add.Tensor", "wait", "aten.add.Tensor",
+    ]  # fmt: skip
