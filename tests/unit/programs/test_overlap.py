@@ -221,8 +221,8 @@ def test_collective_of_a_collective():
     """The second cannot start before the first is waited for."""
     maker = Maker()
     x, y = (maker.input(Slot("boundary", name), (4,), F64) for name in "xy")
-    other = maker.call(aten.relu.default, y)
     first = maker.call(ops.ALL_REDUCE, x, RANKS, "sum")
+    other = maker.call(aten.relu.default, y)
     second = maker.call(ops.ALL_REDUCE, first, RANKS, "max")
     total = maker.call(aten.add.Tensor, other, maker.call(aten.relu.default, y))
     result = maker.call(aten.add.Tensor, total, second)
