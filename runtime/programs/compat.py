@@ -76,6 +76,23 @@ def raw_callable(target: Any) -> Any:
     return getattr(target, "_op", target) if isinstance(target, OpOverload) else target
 
 
+_KEEPS_FOR_BACKWARD = frozenset(("aten::mkldnn_rnn_layer",))
+"""Operators that give the workspace of their backward only where gradients are recorded."""
+
+
+def recording(call: Callable[..., Any], target: Any) -> Callable[..., Any]:
+    """`call`, of the operator `target`, such that it gives all that its backward wants."""
+    schema = schema_of(target)
+    if schema is None or schema.name not in _KEEPS_FOR_BACKWARD:
+        return call
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return call(*args, **kwargs)
+
+    return recorded
+
+
 def without_autocast() -> AbstractContextManager[object]:
     """What runs inside is not cast, whatever the caller's autocast."""
     guard = getattr(torch._C, "_DisableAutocast", None)

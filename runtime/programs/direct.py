@@ -35,7 +35,8 @@ def direct(node: fx.Node) -> Call:
     with _LOCK:
         if key not in _KNOWN:
             shortcuts = (call for call in _candidates(node.target) if _same_call(node, call))
-            _KNOWN[key] = next(shortcuts, compat.raw_callable(node.target))
+            call = next(shortcuts, compat.raw_callable(node.target))
+            _KNOWN[key] = compat.recording(call, node.target)
         return _KNOWN[key]
 
 
