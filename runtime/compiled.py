@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError, PlanError, RankError
 from autopar.plan.build import apply_plan, fingerprint, make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.strategies import default_mesh
+from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator
 from autopar.runtime.engine import Engine
 from autopar.runtime.execution import Execution
@@ -57,8 +57,7 @@ def make_placements(
         sharded = apply_plan(options.plan, traced.graph)
         refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
         return options.plan, sharded
-    named = options.constraints if isinstance(options.constraints, str) else "ddp"
-    mesh = options.mesh or default_mesh(named, world_size)
+    mesh = options.mesh or default_mesh(strategy_name(options.constraints), world_size)
     mesh.check_world_size(world_size)
     plan, sharded = make_plan(
         traced.graph, mesh, options.constraints, strict=options.strict, notes=traced.notes

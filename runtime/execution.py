@@ -11,6 +11,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import Stages, assign_stages
 from autopar.plan.strategies import split_axes
 from autopar.runtime.execute import Boundary
+from autopar.runtime.groups import used_axes
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.parameters import Item
 from autopar.runtime.unit import StageTask
@@ -177,11 +178,7 @@ class Execution:
     def _item(self, name: str, fqn: str, context: MeshContext) -> Item:
         spec = self.sharded.graph.spec(name)
         pair = self.sharded.inputs[name]
-        axes = tuple(
-            axis
-            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
-            if have != want and axis != context.time
-        )
+        axes = self._reduced(pair, context)
         users = self.users(name)
         divided = tuple(axis for axis in axes if context.mesh.names[axis] in self.zero_axes)
         rest = tuple(axis for axis in axes if axis not in divided)
@@ -220,18 +217,47 @@ class Execution:
         return tuple(sorted({self._at(other, place) for other in alike for place in places}))
 
     def prepare_groups(self, context: MeshContext) -> None:
-        """Create every group that any subset of axes forms, in one order everywhere."""
-        devices = self.devices
-        wide = [name for name, size in devices.axes if size > 1]
+        """Create every group and channel that this plan needs, in one order everywhere."""
+        names, ranks = context.mesh.names, range(self.devices.size)
+        divided = tuple(axis for axis, name in enumerate(names) if name in self.zero_axes)
         groups: list[tuple[int, ...]] = []
-        for mask in range(1, 2 ** len(wide)):
-            groups += devices.groups(tuple(n for bit, n in enumerate(wide) if mask >> bit & 1))
-        inner = [name for name in wide if name != self.axis]
-        for users in sorted(set(self.stages.shared.values())):
-            for mask in range(2 ** len(inner)):
-                names = tuple(n for bit, n in enumerate(inner) if mask >> bit & 1)
-                groups += [self._ranks_over(users, rank, names) for rank in range(devices.size)]
-        context.comm.prepare(list(dict.fromkeys(groups)))
+        for axes in sorted(used_axes(self.sharded, context.time, divided)):
+            groups += self.devices.groups(tuple(names[axis] for axis in axes))
+        if self.axis is not None:
+            groups += self.devices.groups((self.axis,))
+        for name in self.stages.shared:
+            pair, users = self.sharded.inputs[name], self.stages.shared[name]
+            for axes in self._reduced(pair, context), self._replicated(pair, context):
+                along = tuple(names[axis] for axis in axes)
+                groups += [self._ranks_over(users, rank, along) for rank in ranks]
+        channels: set[tuple[int, int]] = set()
+        for edge in self.stages.edges():
+            ends = (self.schedule.stage_ranks[s] for s in (edge.source, edge.target))
+            source, target = ends
+            if source != target:
+                ahead = {(self._at(rank, source), self._at(rank, target)) for rank in ranks}
+                channels |= ahead
+                if edge.gradient:
+                    channels |= {(to, sender) for sender, to in ahead}
+        context.comm.prepare(list(dict.fromkeys(groups)), sorted(channels))
+
+    @staticmethod
+    def _reduced(pair: Pair, context: MeshContext) -> tuple[int, ...]:
+        """Axes along which a parameter's gradient is summed, but for the microbatches'."""
+        return tuple(
+            axis
+            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
+            if have != want and axis != context.time
+        )
+
+    @staticmethod
+    def _replicated(pair: Pair, context: MeshContext) -> tuple[int, ...]:
+        """Axes along which ranks hold equal copies of a parameter."""
+        return tuple(
+            axis
+            for axis, placement in enumerate(pair.forward)
+            if placement == REPLICATE and axis != context.time
+        )
 
     # What a stage does
 

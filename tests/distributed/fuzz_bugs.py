@@ -11,7 +11,7 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from autopar.runtime import engine, lower, parameters, reshard, unit
+from autopar.runtime import execution, lower, parameters, reshard, unit
 from autopar.runtime.comm_threads import ThreadCommunicator
 from autopar.runtime.reshard import StepRunner
 from autopar.runtime.special import base, bind, losses
@@ -316,15 +316,14 @@ def _merge_backwards(rule: OpRule) -> OpRule:
 
 
 def _sum_whole_gradients(patch: MonkeyPatch) -> None:
-    right = engine.Engine._item
+    right = execution.Execution._item
 
-    def wrong(self: engine.Engine, name: str, stage: int) -> Any:
-        item = right(self, name, stage)
+    def wrong(self: execution.Execution, name: str, fqn: str, context: Any) -> Any:
         placed = self.sharded.inputs[name].forward
         axes = tuple(axis for axis, p in enumerate(placed) if not isinstance(p, Shard))
-        return replace(item, ranks=self.context.ranks(axes))
+        return replace(right(self, name, fqn, context), ranks=context.ranks(axes))
 
-    patch.setattr(engine.Engine, "_item", wrong)
+    patch.setattr(execution.Execution, "_item", wrong)
 
 
 BUGS: dict[str, Bug] = {

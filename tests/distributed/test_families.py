@@ -122,7 +122,10 @@ def test_megatron_splits_columns_then_rows(name: str, column: str, row: str):
     assert stored[column] == stored[row] == ("ffn",)
     shapes = on_ranks(
         case, "tp=2", "megatron",
-        lambda c: {fqn: p.shape for fqn, p in c.build(case.args, case.kwargs).parameters.items()},
+        lambda c: {
+            item.fqn: item.shape
+            for item in c.build(case.args, case.kwargs).units[0].parameters.items.values()
+        },
     )[0]  # fmt: skip
     full = {fqn: p.shape for fqn, p in case.model.named_parameters()}
     out, inner = (0, 1) if name != "gpt2" else (1, 0)  # Conv1D holds its weight transposed

@@ -52,4 +52,5 @@ def test_everything_is_created_on_the_device_of_the_rank(name: str) -> None:
     names = [item.value.name for item in traced.graph.inputs if item.kind == "input"]
     loss = engine.backward(dict(zip(names, args, strict=True)))
     assert loss.device == device
-    assert all(p.grad is not None and p.grad.device == device for p in engine.parameters.values())
+    for gradient in engine.full_gradients().values():
+        assert gradient is not None and gradient.device == device
