@@ -182,7 +182,8 @@ def cut_programs(
         uses = _use_order(joint)
         flat: list[Bucket] = []
         for kind, order in orders.items():
-            wanted = [name for name in uses if name in set(order)]
+            # The first use is the end: its gathering and its gradients overlap with nothing.
+            wanted = [name for name in reversed(uses) if name in set(order)]
             prefix = f"stage {task.index} {kind} parameters"
             made = _buckets(wanted, by_name, zero, prefix)
             mine = gradient_buckets(made, f"stage {task.index} {kind} gradients")
@@ -231,6 +232,7 @@ def _buckets(
             {name: items[name].dtype for name in names},
             {name: _bucket_ranks(items[name], zero) for name in names},
             prefix=f"{prefix} {number}",
+            small_end=True,
         )
     return tuple(found)
 

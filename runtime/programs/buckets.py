@@ -9,8 +9,9 @@ start that named the bucket alone could be moved above one of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, repeat
 from typing import Literal
 
 import torch
@@ -103,6 +104,7 @@ def make_buckets(
     prefix: str = "gradients",
     first_bytes: int = FIRST_BYTES,
     limit_bytes: int = LIMIT_BYTES,
+    small_end: bool = False,
 ) -> tuple[Bucket, ...]:
     """Put parameters of equal group and dtype into buckets.
 
@@ -115,26 +117,48 @@ def make_buckets(
         prefix: Buckets are named ``prefix.0``, ``prefix.1``, ... in the order of their ends.
         first_bytes: A group's first bucket is full at this size.
         limit_bytes: Any other bucket is full at this size.
+        small_end: Let a group's last bucket be as small as the first, and those before it twice as
+            large each: nothing is left to compute while the last one is communicated.
     """
-    opened: dict[tuple[Ranks, torch.dtype], list[str]] = {}
-    sizes: dict[tuple[Ranks, torch.dtype], int] = {}
-    filled: set[tuple[Ranks, torch.dtype]] = set()
-    closed: list[tuple[tuple[Ranks, torch.dtype], list[str]]] = []
+    together: dict[tuple[Ranks, torch.dtype], list[str]] = {}
     for name in order:
-        if name not in groups:
-            continue
-        key = (groups[name], dtypes[name])
-        opened.setdefault(key, []).append(name)
-        sizes[key] = sizes.get(key, 0) + math.prod(shapes[name]) * dtypes[name].itemsize
-        if sizes[key] >= (limit_bytes if key in filled else first_bytes):
-            closed.append((key, opened.pop(key)))
-            filled.add(key)
-            sizes[key] = 0
-    closed += opened.items()
+        if name in groups:
+            together.setdefault((groups[name], dtypes[name]), []).append(name)
+    runs: list[tuple[tuple[Ranks, torch.dtype], list[str]]] = []
+    for key, names in together.items():
+        sizes = [math.prod(shapes[name]) * dtypes[name].itemsize for name in names]
+        start = 0
+        for length in _lengths(sizes, first_bytes, limit_bytes, small_end):
+            runs.append((key, names[start : start + length]))
+            start += length
+    place = {name: position for position, name in enumerate(order)}
+    runs.sort(key=lambda run: place[run[1][-1]])
     return tuple(
         _bucket(f"{prefix}.{number}", names, shapes, *key)
-        for number, (key, names) in enumerate(closed)
+        for number, (key, names) in enumerate(runs)
     )
+
+
+def _lengths(sizes: Sequence[int], first: int, limit: int, small_end: bool) -> list[int]:
+    """Numbers of consecutive tensors per bucket."""
+    if not small_end:
+        return _fill(sizes, chain([first], repeat(limit)))
+    head = _fill(sizes, chain([first], repeat(sum(sizes) + 1)))[0]
+    doubling = (min(first << number, limit) for number in count())
+    return [head, *reversed(_fill(sizes[head:][::-1], doubling))]
+
+
+def _fill(sizes: Sequence[int], bounds: Iterator[int]) -> list[int]:
+    """Numbers of consecutive tensors that reach one bound after the other."""
+    lengths: list[int] = []
+    length = total = 0
+    bound = next(bounds)
+    for size in sizes:
+        length, total = length + 1, total + size
+        if total >= bound:
+            lengths.append(length)
+            length, total, bound = 0, 0, next(bounds)
+    return [*lengths, length] if length else lengths
 
 
 def reduce_buckets(program: Program, buckets: Sequence[Bucket], kind: Reduction) -> Program:

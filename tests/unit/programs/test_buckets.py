@@ -104,12 +104,34 @@ def test_layout():
     common = {"ranks": (0, 1, 2), "dtype": torch.float32}
     assert found == (
         Bucket(name="p.0", members=(a,), numel=3, **common),
-        Bucket(name="p.1", members=(b, e), numel=6, **common),
-        Bucket(name="p.2", members=(d,), numel=3, **common | {"dtype": torch.bfloat16}),
+        Bucket(name="p.1", members=(d,), numel=3, **common | {"dtype": torch.bfloat16}),
+        Bucket(name="p.2", members=(b, e), numel=6, **common),
     )
-    assert [bucket.used for bucket in found] == [3, 5, 1]
+    assert [bucket.used for bucket in found] == [3, 1, 5]
     with pytest.raises(AssertionError):
-        replace(found[1], numel=7)
+        replace(found[2], numel=7)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 9))
+def test_buckets_grow_from_both_ends(sizes: list[int], first: int, factor: int):
+    names = [str(number) for number in range(len(sizes))]
+    found = make_buckets(
+        names,
+        {name: (size,) for name, size in zip(names, sizes, strict=True)},
+        dict.fromkeys(names, torch.float64),
+        dict.fromkeys(names, (0,)),
+        first_bytes=8 * first,
+        limit_bytes=8 * first * factor,
+        small_end=True,
+    )
+    assert [member.name for bucket in found for member in bucket.members] == names
+    head, *rest = found
+    assert head.used - head.members[-1].numel < first
+    for number, bucket in enumerate(reversed(rest)):
+        # Full, and no tensor more than that; only the one behind the head may be less full.
+        bound = min(first << number, first * factor)
+        assert bucket.used - bucket.members[0].numel < bound
+        assert bucket.used >= bound or bucket is rest[0]
 
 
 @cache
