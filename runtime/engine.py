@@ -276,6 +276,7 @@ class Engine:
         self.optimizer.step()
         for piece in pieces:
             piece.parameter.grad = None
+        unit.parameters.drop_reduced()
         unit.parameters.gather()
 
     def _whole_loss(self, outcome: Outcome) -> Tensor:
@@ -358,12 +359,12 @@ class Engine:
 
     def _non_finite(self, loss: Tensor, values: Mapping[Slot, Tensor]) -> NonFiniteError:
         """Find the op that made the loss what it is, by running forward once more."""
-        watch = Watch(self.comm)
+        watch = Watch(self.comm, self.sharded.graph)
         units = {index: watch.unit(unit) for index, unit in self.units.items()}
         self._run(units, self.execution.evaluation(self.context), values)
         return NonFiniteError(
             f"the loss of step {self.num_steps + 1} is {loss.item()}",
-            where=watch.where(self.sharded.graph),
+            where=watch.where(),
             expected="a finite loss; nothing was updated",
             fix="look at the inputs of that step and at the module named above; "
             "check_finite=False turns this check off",

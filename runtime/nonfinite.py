@@ -30,8 +30,9 @@ class Watch:
         given: Name of a graph input that holds one.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator, graph: Graph) -> None:
+        self.comm, self.graph = comm, graph
+        self._known = {node.name for node in graph.nodes}
         self.first: tuple[int, int, str] | None = None
         self.given: str | None = None
         self._meant: set[fx.Node] = set()
@@ -61,12 +62,13 @@ class Watch:
             arguments.clear()
             for index, node in enumerate(program.calls()):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                moved = ops.is_collective(node.target) or node.target in (ops.wait,)
+                moved = ops.is_collective(node.target) or node.target is ops.wait
                 target = ops.bind(node.target, self.comm) if moved else node.target
                 env[node] = target(*args, **kwargs)  # type: ignore[operator]
                 # Collectives only move numbers.
-                if not moved and "origin" in node.meta and self._bad(node, env[node]):
-                    place = (stage, index, str(node.meta["origin"]))
+                origin = str(node.meta.get("origin"))
+                if not moved and origin in self._known and self._bad(node, env[node]):
+                    place = (stage, index, origin)
                     self.first = min(self.first or place, place)
             return [env[node] for node in program.results()]
 
@@ -85,7 +87,7 @@ class Watch:
             return False
         return True
 
-    def where(self, graph: Graph) -> str:
+    def where(self) -> str:
         """Text such as ``module layers.3.mlp, aten.linear.default model.py:41, rank 2``.
 
         Every rank must call.
@@ -95,14 +97,14 @@ class Watch:
         parts = []
         if found:
             (_, _, origin), rank = min(found)
-            node = next((item for item in graph.nodes if item.name == origin), None)
+            node = next((item for item in self.graph.nodes if item.name == origin), None)
             text = origin
             if node is not None:
                 text = f"module {node.module or '(root)'}, {node.op} {node.source}"
             parts.append(f"{text.rstrip()}, rank {rank}")
         name = next((given for _, given in made if given is not None), None)
         if name is not None:
-            item = next((i for i in graph.inputs if i.value.name == name), None)
+            item = next((i for i in self.graph.inputs if i.value.name == name), None)
             text = f"{item.kind} {item.target}" if item else name
             parts.append(f"{text} holds a number that is not finite")
         return "; ".join(parts) or "the loss itself"

@@ -118,7 +118,7 @@ def _fakes(
     with mode:
         for slot, example in inputs:
             place = example.device if device is None else device
-            if place.type == "meta":
+            if device is None and place.type == "meta":
                 place = torch.device("cpu")
             if place.type == "cuda" and not torch.cuda.is_available():
                 # torch would end the process in backward, or ask for the device.

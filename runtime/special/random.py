@@ -33,7 +33,10 @@ def _mix(value: Tensor) -> Tensor:
 
 def _halves(value: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits as int32."""
-    whole = torch.as_tensor(value, dtype=torch.int64, device=device)
+    if isinstance(value, Tensor):
+        whole = value.to(device, torch.int64)
+    else:
+        whole = torch.full((), value, dtype=torch.int64, device=device)
     low, high = (whole << 32) >> 32, whole >> 32
     return low.to(torch.int32), high.to(torch.int32)
 

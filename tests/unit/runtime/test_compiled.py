@@ -288,9 +288,11 @@ def test_a_plan_for_a_cluster_one_lacks():
 def test_the_program_can_be_read():
     case = language.decoder()
     text = on_ranks(case, "dp=2,tp=2", "megatron", lambda c: c.print_readable())[0]
-    assert "torch.ops.aten.linear.default" in text
-    assert "reshard_" in text and "forward: all_reduce@tp | backward: none" in text
-    assert "def forward" in text
+    for words in ("stage 0 forward", "stage 0 backward", "parameter:", "saved:", "actions 0F0 0B0"):
+        assert words in text
+    assert "aten.mm(" in text and "  # blocks.0" in text  # what runs, and whose it is
+    assert "autopar.all_reduce(" in text  # of tensor parallelism, where it stands
+    assert "start_all_reduce_(" in text  # of gradients, bucket by bucket
 
 
 def test_two_models_do_not_disturb_each_other():
