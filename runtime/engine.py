@@ -476,19 +476,19 @@ class Engine:
         Every rank must call; each tells about the copies of its own part.
         """
         first = None
-        for unit in self.units.values():
-            for name, item in unit.parameters.items.items():
-                pair = self.sharded.inputs[name]
-                axes = tuple(
-                    axis
-                    for axis, placement in enumerate(pair.forward)
-                    if placement == REPLICATE and axis != self.context.time
-                )
-                ranks = self.execution.ranks_over(
-                    self.execution.users(name), self.context, axes
-                )
-                mine = unit.parameters.whole_value(name)
-                copies = self.comm.all_gather(mine, ranks)
-                if first is None and not torch.equal(copies, copies[:1].expand_as(copies)):
-                    first = item.fqn  # go on: other ranks may see no difference and gather
+        for name, item in self.items.items():  # ranks may share a parameter and not its stages
+            held = [u.parameters for u in self.units.values() if name in u.parameters.items]
+            if not held:
+                continue
+            pair = self.sharded.inputs[name]
+            axes = tuple(
+                axis
+                for axis, placement in enumerate(pair.forward)
+                if placement == REPLICATE and axis != self.context.time
+            )
+            ranks = self.execution.ranks_over(self.execution.users(name), self.context, axes)
+            mine = [parameters.whole_value(name) for parameters in held]
+            copies = [*self.comm.all_gather(mine[0], ranks), *mine[1:]]
+            if first is None and not all(torch.equal(copies[0], other) for other in copies[1:]):
+                first = item.target  # go on: other ranks may see no difference and gather
         return first
