@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, TraceError
 from autopar.runtime.programs import compat, kinds
-from autopar.runtime.programs.clean import clean, functional
+from autopar.runtime.programs.clean import clean, functional, plain_writes
 from autopar.runtime.programs.program import Joint, Slot
 from autopar.runtime.programs.simplify import simplify
 
@@ -247,6 +247,7 @@ def capture(
     results = (*tracing.outputs, *tracing.found)
     tangents = [node for _, node in tracing.tangents]
     graph = clean(traced, tangents, slots)
+    plain_writes(graph, mode)
     if any(kinds.written(node) for node in graph.nodes):
         graph = clean(functional(graph, mode), (), slots)
     _refuse_writes(graph)

@@ -20,7 +20,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=False)
 
 
-def traced(function: Callable[..., Any], args: list[Tensor]) -> fx.GraphModule:
+def traced(function: Callable[..., Any], args: list[Tensor]) -> tracer.Recording:
     """`function` on fake tensors as a graph of ATen ops, none decomposed."""
     return tracer.record(function, args)
 

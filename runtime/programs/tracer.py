@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor, fx
@@ -23,6 +24,19 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What ran.
+
+    Attributes:
+        graph: Its operators; ``meta["val"]`` of a node is its result.
+        constants: Real tensors that were met, by the name of their ``get_attr`` node.
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, Tensor]
 
 
 @final
@@ -126,7 +140,7 @@ def current() -> Recorder:
     return _CURRENT.recorder
 
 
-def record(function: Callable[..., Any], args: list[Tensor]) -> fx.GraphModule:
+def record(function: Callable[..., Any], args: list[Tensor]) -> Recording:
     """The graph of ``function(*args)``, which returns a sequence of tensors; run under a fake mode.
 
     Args:
@@ -139,4 +153,4 @@ def record(function: Callable[..., Any], args: list[Tensor]) -> fx.GraphModule:
     with recorder:
         results = function(*args)
     recorder.graph.output(tuple(recorder.node(item) for item in results))
-    return fx.GraphModule(recorder.constants, recorder.graph)
+    return Recording(recorder.graph, recorder.constants)
