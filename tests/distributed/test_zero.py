@@ -1,0 +1,98 @@
+"""What ZeRO leaves on a rank and what it sends (arXiv 1910.02054, section 5.3 and 7)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.check import Case, agree, on_ranks
+
+RANKS = 4
+
+
+def stack() -> Case:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    return Case(
+        model=nn.Sequential(*parts),
+        args=(torch.randn(8, 64),),
+        loss=lambda y, x: (y - x).pow(2).mean(),
+    )
+
+
+def resident(compiled, case: Case) -> tuple[int, int, int, dict[str, int]]:
+    """Elements of parameters, gradients and optimizer state after a step; bytes of another."""
+    for _ in range(2):
+        before = compiled.traffic
+        compiled.step(*case.args)
+    sent = {kind: size - before.get(kind, 0) for kind, size in compiled.traffic.items()}
+    engine = compiled.build(case.args, {})
+    parameters: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    for unit in engine.units.values():
+        held = unit.parameters
+        every = [*held.values.values(), *(h.parameters for h in held.held.values())]
+        for found, tensors in (
+            (parameters, every),
+            (gradients, [*held.gradients.values(), *(h.gradients for h in held.held.values())]),
+        ):
+            for tensor in tensors:
+                if tensor is not None:
+                    memory = tensor.untyped_storage()
+                    found[memory.data_ptr()] = memory.nbytes()
+    state = sum(
+        value.numel() * value.element_size()
+        for entry in compiled.optimizer.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    )
+    return sum(parameters.values()), sum(gradients.values()), state, sent
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_on_a_rank_and_on_the_wire(zero: int, microbatches: int):
+    case = stack()
+    size = 4 * sum(p.numel() for p in case.model.parameters())  # P, in bytes of float32
+    found = on_ranks(
+        case, f"dp={RANKS}", f"zero={zero},microbatches={microbatches}",
+        lambda compiled: resident(compiled, case),
+    )  # fmt: skip
+    part = size / RANKS
+    want = (
+        part if zero == 3 else size,
+        part if zero >= 2 else size,
+        2 * (part if zero >= 1 else size),  # AdamW keeps two moments
+    )
+    for parameters, gradients, state, sent in found:
+        for have, expected in zip((parameters, gradients, state), want, strict=True):
+            assert have == pytest.approx(expected, rel=0.01)
+        # A reduce-scatter or all-gather of P sends (N - 1)/N of it, an all-reduce twice that.
+        once = size * (RANKS - 1) / RANKS
+        times = {
+            0: {"all_reduce": 2.0},
+            1: {"reduce_scatter": 1.0, "all_gather": 1.0},
+            2: {"reduce_scatter": 1.0 * microbatches, "all_gather": 1.0},
+            3: {"reduce_scatter": 1.0 * microbatches, "all_gather": 2.0 * microbatches},
+        }[zero]
+        for kind, count in times.items():
+            assert sent[kind] == pytest.approx(count * once, rel=0.01), kind
+        small = sum(size for kind, size in sent.items() if kind not in times)
+        assert small < 0.01 * size
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=3", "dp=2,tp=2", "a=2,b=2"])
+def test_trains_as_one_device_does(zero: int, mesh: str):
+    constraints: dict[str, object] = {"strategy": "megatron" if "tp" in mesh else "ddp"}
+    if mesh.startswith("a"):  # batch over two axes, ZeRO over one of them or both
+        constraints = {"batch": ["a", "b"]}
+        for axes in (["a"], ["b"], ["a", "b"]):
+            agree(
+                stack(), mesh, constraints | {"zero": {"stage": zero, "axes": axes}},
+                dtype="float64", steps=2,
+            )  # fmt: skip
+        return
+    report = agree(stack(), mesh, constraints | {"zero": zero}, dtype="float64", steps=5)
+    assert report.worst.error <= 1e-12
