@@ -63,7 +63,12 @@ def assign(
     free = input_only(graph) if in_time else ()
     of_inputs = frozenset(value.name for index in free for value in graph.nodes[index].outputs)
     state = _State(
-        of_inputs=of_inputs, from_parameters={item.value.name for item in graph.parameters()}
+        of_inputs=of_inputs,
+        from_parameters={
+            item.value.name
+            for item in graph.inputs
+            if item.kind in ("parameter", "buffer", "constant")
+        },
     )
     orders = tuple(constraints.names(name) for name in owner)
     known: dict[object, tuple[Choices, tuple[Pair, ...]]] = {}
@@ -72,7 +77,8 @@ def assign(
         zip(graph.nodes, factors.rules, factors.units, strict=True)
     ):
         operands = node.operands
-        only_parameters = bool(operands) and state.from_parameters.issuperset(operands)
+        # Also of what is made of nothing, such as the numbers of positions.
+        only_parameters = state.from_parameters.issuperset(operands)
         differentiable = any(value.spec.requires_grad for value in node.outputs)
         # Alike calls on alike operands choose alike, so depth costs a look-up per op.
         key = (
@@ -132,8 +138,8 @@ def _choose(
         if unit is not None:
             choices.append(Choice("split", unit))
         elif "batch" in names and call.only_parameters and call.differentiable:
-            # Gradients of ops on parameters alone stay Partial on a data axis, so that they are
-            # reduced once, in buckets.
+            # Gradients of ops on parameters (and constants) alone stay Partial on a data axis, so
+            # that they are reduced once, in buckets.
             choices.append(GRADIENT)
         else:
             choices.append(REPLICATED)
