@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.graph.ir import Graph
 from autopar.runtime.comm import Communicator
 from autopar.runtime.execute import Boundary, Compiled
 from autopar.runtime.lower import Custom, LocalForward, lower
@@ -19,7 +20,7 @@ from autopar.runtime.parameters import Item, Parameters
 from autopar.runtime.programs.accumulate import accumulate, finish_order
 from autopar.runtime.programs.buckets import Bucket, Reduction, make_buckets, reduce_buckets
 from autopar.runtime.programs.capture import capture
-from autopar.runtime.programs.overlap import overlap
+from autopar.runtime.programs.overlap import SMALL_BYTES, advance_inputs, overlap
 from autopar.runtime.programs.program import Boxed, Joint, Program, Slot
 from autopar.runtime.programs.prologue import hoist_prologue
 from autopar.runtime.programs.recording import RecordingCommunicator
@@ -143,8 +144,9 @@ def build_programs(
     if rewrite is not None:
         joint = rewrite(joint)
     prologue, joint = hoist_prologue(joint)
+    uses = _use_order(sharded.graph)
     return cut_programs(
-        local, joint, prologue, task, items, zero if gradients else 0, gradients=gradients
+        local, joint, prologue, task, items, uses, zero if gradients else 0, gradients=gradients
     )
 
 
@@ -161,6 +163,7 @@ def cut_programs(
     prologue: Program | None,
     task: StageTask,
     items: Sequence[Item],
+    uses: Sequence[str],
     zero: int,
     *,
     gradients: bool,
@@ -178,12 +181,15 @@ def cut_programs(
     absent = tuple(item.name for item in items if item.trainable and item.name not in known)
     buckets: dict[str, tuple[Bucket, ...]] = {}
     gathered: dict[str, str] = {}
+    # Gradients are finished about in the reverse order of first uses. The order of the graph is the
+    # same on all ranks, that of the programs may differ where parts are uneven.
+    orders = {
+        kind: tuple(name for name in reversed(uses) if name in set(order))
+        for kind, order in orders.items()
+    }
     if zero == 3:
-        uses = _use_order(joint)
         flat: list[Bucket] = []
-        for kind, order in orders.items():
-            # The first use is the end: its gathering and its gradients overlap with nothing.
-            wanted = [name for name in reversed(uses) if name in set(order)]
+        for kind, wanted in orders.items():
             prefix = f"stage {task.index} {kind} parameters"
             made = _buckets(wanted, by_name, zero, prefix)
             mine = gradient_buckets(made, f"stage {task.index} {kind} gradients")
@@ -204,15 +210,11 @@ def cut_programs(
     )
 
 
-def _use_order(joint: Joint) -> list[str]:
+def _use_order(graph: Graph) -> tuple[str, ...]:
     """Parameters in the order of their first use."""
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    first = {
-        slot.name: min((order[user] for user in node.users), default=len(order))
-        for slot, node in joint.input_nodes().items()
-        if slot.kind == "parameter"
-    }
-    return sorted(first, key=first.__getitem__)
+    parameters = {item.value.name for item in graph.parameters()}
+    uses = (name for node in graph.nodes for name in node.operands if name in parameters)
+    return tuple(dict.fromkeys(uses))
 
 
 def _buckets(
@@ -332,9 +334,11 @@ class StageUnit:
                 how: Reduction = "reduce_scatter" if self.layout.zero else "all_reduce"
                 program = reduce_buckets(program, alone, "none")
                 program = reduce_buckets(program, wide, how if last else "none")
-        if self.layout.zero == 3:
-            program = overlap(program, limit_count=1)
-        return program
+        else:
+            program = advance_inputs(program)
+        # What ZeRO-3 gathers is what it saved: no more than one bucket ahead.
+        ahead = 1 if self.layout.zero == 3 else None
+        return overlap(program, limit_count=ahead, small_bytes=SMALL_BYTES)
 
     def program(self, kind: str, microbatch: int) -> Compiled:
         """See `Unit.program`."""

@@ -22,6 +22,9 @@ from autopar.runtime.programs.program import Program
 LIMIT_BYTES = 250 * 1024**2
 """Results under way at one time: chosen, ten of DistributedDataParallel's buckets of 25 MiB."""
 
+SMALL_BYTES = 64 * 1024
+"""Results too small to matter for memory."""
+
 _STARTS: dict[Any, Callable[..., Any]] = {
     ops.ALL_REDUCE: ops.start_all_reduce,
     ops.ALL_GATHER: ops.start_all_gather,
@@ -46,6 +49,7 @@ def overlap(
     limit_bytes: int = LIMIT_BYTES,
     limit_count: int | None = None,
     lookahead: int | None = None,
+    small_bytes: int = 0,
 ) -> Program:
     """Split blocking collectives into starts, moved up, and waits, moved down.
 
@@ -55,6 +59,7 @@ def overlap(
             under way would exceed this.
         limit_count: The same for their number; with 1, ZeRO-3 gathers one bucket ahead.
         lookahead: A start moves up by at most this many nodes; None for no such limit.
+        small_bytes: Results up to this size count for none of the limits.
 
     Returns:
         The program with the same collectives in the same order. One whose result is needed at
@@ -62,7 +67,8 @@ def overlap(
     """
     editor = Editor(program)
     nodes = list(editor.graph.nodes)
-    flights = _plan(nodes, editor, limit_bytes, limit_count, lookahead)
+    sky = _Sky(limit_bytes, limit_count, small_bytes)
+    flights = _plan(nodes, editor, sky, lookahead)
     for flight in flights:
         node = flight.node
         assert not node.kwargs, node
@@ -75,11 +81,47 @@ def overlap(
     return editor.finish(program)
 
 
+def advance_inputs(program: Program, *, limit_bytes: int = SMALL_BYTES) -> Program:
+    """Move small collectives that inputs alone determine, and what they read, to the front.
+
+    A count of the batch's tokens is wanted by the loss: where it stands there, ranks wait for each
+    other in the middle of a step. From the front, `overlap` gives it all of forward.
+
+    Args:
+        program: Not changed.
+        limit_bytes: Size of the largest result moved.
+    """
+    editor = Editor(program)
+    nodes = list(editor.graph.nodes)
+    free = {node for slot, node in editor.inputs.items() if slot.kind in ("input", "microbatch")}
+    wanted: set[fx.Node] = set()
+    for node in nodes:
+        plain = node.op == "call_function" and not kinds.is_random(node)
+        if not plain or kinds.written(node) or not free.issuperset(node.all_input_nodes):
+            continue
+        free.add(node)
+        size_bytes = sum(size for _, size in storages(node.meta["val"]))
+        if kinds.is_collective(node) and size_bytes <= limit_bytes:
+            wanted.add(node)
+    for node in reversed(nodes):
+        if node in wanted:
+            wanted.update(item for item in node.all_input_nodes if item.op == "call_function")
+    roots = memory_roots(editor.graph)
+    if any(roots[target] in free for node in nodes for target in kinds.written(node)):
+        return program
+    place = editor.begin
+    for node in nodes:
+        if node is place and node in wanted:
+            place = place.next
+        elif node in wanted:
+            place.prepend(node)
+    return editor.finish(program)
+
+
 def _plan(
     nodes: list[fx.Node],
     editor: Editor,
-    limit_bytes: int,
-    limit_count: int | None,
+    sky: _Sky,
     lookahead: int | None,
 ) -> list[_Flight]:
     """Positions in `nodes` for each collective worth splitting, in order."""
@@ -89,7 +131,6 @@ def _plan(
     first_body = order[editor.begin]
     last_place = len(nodes) - 1
     previous = first_body
-    sky = _Sky(limit_bytes, limit_count)
     flights: list[_Flight] = []
     waits: dict[fx.Node, int] = {}
     for position, node in enumerate(nodes):
@@ -124,9 +165,10 @@ def _plan(
 class _Sky:
     """What is under way, soonest to land first."""
 
-    def __init__(self, limit_bytes: int, limit_count: int | None) -> None:
+    def __init__(self, limit_bytes: int, limit_count: int | None, small_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.limit_count = limit_count
+        self.small_bytes = small_bytes
         self.flights: list[tuple[int, int]] = []
         self.size_bytes = 0
 
@@ -134,6 +176,8 @@ class _Sky:
         """The first position from `earliest` on at which a result of this size has room."""
         if size_bytes > self.limit_bytes:
             return latest
+        if size_bytes <= self.small_bytes:
+            return earliest
         while self.flights and earliest < latest:
             wait = self.flights[0][0]
             full = self.size_bytes + size_bytes > self.limit_bytes or (
@@ -148,6 +192,8 @@ class _Sky:
 
     def add(self, flight: _Flight) -> None:
         """Count a flight from its start to its wait."""
+        if flight.size_bytes <= self.small_bytes:
+            return
         heapq.heappush(self.flights, (flight.wait, flight.size_bytes))
         self.size_bytes += flight.size_bytes
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.programs import ops
-from autopar.runtime.programs.overlap import overlap
+from autopar.runtime.programs.overlap import advance_inputs, overlap
 from autopar.runtime.programs.program import Program, Slot, target_name
 from tests.unit.programs.pass_models import Maker, run, whole
 
@@ -232,3 +232,45 @@ def test_collective_of_a_collective():
         "start_all_reduce", "aten.relu", "wait", "start_all_reduce", "aten.relu",
         "aten.add.Tensor", "wait", "aten.add.Tensor",
     ]  # fmt: skip
+
+
+COUNTED = """\
+hand-made
+inputs
+  %0 i64[4] = input:tokens
+  %1 f64[4] = boundary:x
+body
+  %2 bool[4] = aten.ne.Scalar(%0, 3)
+  %3 f64[] = aten.sum(%2, dtype=float64)
+  %4 f64[] = start_all_reduce(%3, [0, 1], 'sum')
+  %5 f64[4] = aten.relu(%1)
+  %6 f64[4] = autopar.all_reduce(%5, [0, 1], 'sum')
+  %7 f64[] = wait(%4)
+  %8 f64[4] = aten.div.Tensor(%6, %7)
+outputs
+  output:out = %8
+"""
+
+
+def test_a_count_of_tokens_has_all_of_forward():
+    maker = Maker()
+    tokens = maker.input(Slot("input", "tokens"), (4,), torch.int64)
+    x = maker.input(Slot("boundary", "x"), (4,), F64)
+    total = maker.call(ops.ALL_REDUCE, maker.call(aten.relu.default, x), RANKS, "sum")
+    counted = maker.call(aten.sum.default, maker.call(aten.ne.Scalar, tokens, 3), dtype=F64)
+    count = maker.call(ops.ALL_REDUCE, counted, RANKS, "sum")
+    program = maker.program({Slot("output", "out"): maker.call(aten.div.Tensor, total, count)})
+    early = advance_inputs(program)
+    # A count under way takes no room from those that matter.
+    assert overlap(early, limit_count=1, small_bytes=8).print_readable() == COUNTED
+    assert advance_inputs(program, limit_bytes=7).print_readable() == program.print_readable()
+
+
+def test_what_is_written_stays_in_order():
+    maker = Maker()
+    tokens = maker.input(Slot("input", "tokens"), (4,), F64)
+    twice = maker.call(aten.clone.default, tokens)
+    maker.call(aten.mul_.Tensor, twice, 2)
+    total = maker.call(ops.ALL_REDUCE, twice, RANKS, "sum")
+    program = maker.program({Slot("output", "out"): total})
+    assert advance_inputs(program) is program
