@@ -170,6 +170,7 @@ def reduce_buckets(program: Program, buckets: Sequence[Bucket], kind: Reduction)
         kind: ``"none"`` only lays gradients into their buckets (all microbatches but the last).
             ``"all_reduce"`` sums buckets over their ranks in place. ``"reduce_scatter"`` gives each
             rank its shard of the sum (ZeRO-1); what the bucket holds afterwards is of no use.
+            Reductions start in the order of `buckets`.
 
     Returns:
         The program with one ``bucket`` input per bucket, flat, in place of the members, and, unless
@@ -186,11 +187,21 @@ def reduce_buckets(program: Program, buckets: Sequence[Bucket], kind: Reduction)
         for bucket, holder in zip(buckets, holders, strict=True)
     ]
     last = last_uses(editor.graph)
+    handle: fx.Node | None = None
     for bucket, holder, views in laid if kind != "none" else ():
-        place = last[holder].next
+        place = after(last[holder], handle)
         handle = start_reduction(editor, place, bucket, holder, tuple(views.values()), kind)
         editor.outputs[Slot("handle", bucket.name)] = handle
     return editor.finish(program)
+
+
+def after(node: fx.Node, start: fx.Node | None) -> fx.Node:
+    """The place right behind `node` and `start`.
+
+    Buckets start in their order, whatever the order of their last writes: that may differ from
+    rank to rank where parts are uneven, and the order of collectives must not.
+    """
+    return node.next if start is None or start < node else start.next
 
 
 def device_of(editor: Editor, bucket: Bucket) -> torch.device:

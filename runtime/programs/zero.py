@@ -22,6 +22,7 @@ from torch import fx
 from autopar.runtime.programs import ops
 from autopar.runtime.programs.buckets import (
     Bucket,
+    after,
     device_of,
     lay_members,
     start_reduction,
@@ -62,9 +63,8 @@ def scatter_gradients(
     last = last_uses(editor.graph)
     started: list[tuple[Bucket, fx.Node]] = []
     for bucket, flat in zip(buckets, flats, strict=True):
-        place = last[flat].next
+        place = after(last[flat], started[-1][1] if started else None)
         started.append((bucket, start_reduction(editor, place, bucket, flat, (), "reduce_scatter")))
-    started.sort(key=lambda pair: pair[1])
     accumulators = {
         bucket.name: editor.add_input(
             Slot("shard", bucket.name),
