@@ -95,7 +95,11 @@ class Engine:
             }
             self.units[index] = self._unit(self._programs(index, items), items, values)
         self.executor = self._executor()
-        pieces = [piece for unit in self.units.values() for piece in unit.parameters.pieces]
+        order = {name: place for place, name in enumerate(self.items)}
+        pieces = sorted(
+            (piece for unit in self.units.values() for piece in unit.parameters.pieces),
+            key=lambda piece: (order[piece.name], piece.start),
+        )
         trainable = [piece.parameter for piece in pieces]
         if self._factory and trainable:
             self.optimizer = self._factory(trainable)
@@ -276,7 +280,8 @@ class Engine:
         self.optimizer.step()
         for piece in pieces:
             piece.parameter.grad = None
-        unit.parameters.drop_reduced()
+        if not self.execution.asynchronous:  # else `full_gradients` is asked after the last update
+            unit.parameters.drop_reduced()
         unit.parameters.gather()
 
     def _whole_loss(self, outcome: Outcome) -> Tensor:

@@ -280,7 +280,8 @@ class Executor:
             if tensor is None:  # a gradient that does not exist
                 tensor = torch.zeros(item.shape, dtype=item.dtype, device=self.comm.device)
             if other in self.units:
-                self._give(way, other, microbatch, item.name, tensor)
+                # A message would lay it out so; programs are made for that.
+                self._give(way, other, microbatch, item.name, tensor.contiguous())
             else:
                 key = (way, unit.index, other, microbatch)
                 self.outgoing.setdefault(key, []).append(tensor)

@@ -158,3 +158,12 @@ def test_empty_stages_pass_everything_on(cuts: int):
     cuttable, _ = keys()
     place = (cuttable[0], cuttable[len(cuttable) // 2])[cuts]
     check(("pp=4", {"microbatches": 2, "schedule": "zb_h1", "cuts": [place] * 3}, ["*gelu*"]))
+
+
+def test_a_stage_of_the_same_rank_gets_what_a_message_would_bring():
+    # Stages 2 and 3 of a V are on one rank; what passes between them is permuted, not contiguous.
+    names = ("embedding.default#0", "reshape.default#0", "reshape.default#2", "permute.default#1",
+             "dropout.default#1")  # fmt: skip
+    cuts = [next(key for key in keys()[0] if key.endswith(name)) for name in names]
+    constraints = {"schedule": "zbv", "chunks": 2, "microbatches": 1, "cuts": cuts}
+    check(("pp=3", constraints, ["embed/*"]))
