@@ -247,6 +247,14 @@ class Parameters:
         for handle in handles:
             handle.wait()
 
+    def drop_reduced(self) -> None:
+        """Forget gradients that an update has used and that have no memory of their own."""
+        for held in self.held.values():
+            if held.zero == 1:
+                held.reduced = None
+                for piece in held.pieces:
+                    piece.gradient = None
+
     def present(self) -> list[str]:
         """Names of the parameters that get a gradient."""
         return [n for n, item in self.items.items() if item.trainable and n not in self.absent]

@@ -75,6 +75,12 @@ class _TwoLayers(nn.Module):
         return self.norm(self.up(x)).square().mean()
 
 
+def _value(ready: Engine, fqn: str) -> Tensor:
+    """A local parameter."""
+    parameters = ready.units[0].parameters
+    return next(parameters.values[n] for n, i in parameters.items.items() if i.fqn == fqn)
+
+
 def test_ranks_that_see_no_difference_do_not_wait_for_those_that_do():
     model, x = _TwoLayers(), torch.randn(4, 4)
     traced = trace(model, (x,), {})
@@ -91,7 +97,7 @@ def test_ranks_that_see_no_difference_do_not_wait_for_those_that_do():
         )
         if comm.rank == 0:
             with torch.no_grad():
-                ready.parameters["up.weight"].add_(1)
+                _value(ready, "up.weight").add_(1)
         return ready.replicas_differ()
 
     assert run_threads(4, first, timeout_s=10.0) == ["up.weight", "up.weight", None, None]
