@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "choose how to shard a model over a cluster",
     "show": "print a plan",
     "verify": "run sharded on local ranks beside one device, and compare everything",
+    "dryrun": "execute ranks of a plan without their devices, and report what they hold",
     "run": "start a script on several local ranks",
 }
 _EXITS = "exit codes: 0 yes, 1 no (not equal, infeasible), 2 bad input, 3 an error in autopar"

@@ -1,0 +1,174 @@
+"""The ops of an RMS norm captured on the CPU, joined to the fused op that CUDA has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.runtime.programs.edit import Editor
+
+aten = torch.ops.aten
+
+RMS_NORM = "aten.rms_norm.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    """One norm found in a graph.
+
+    Attributes:
+        forward: Its nodes in forward.
+        backward: Its nodes in backward.
+        x: What is normalised.
+        weight: The scale, if there is one.
+        y: The result.
+        dy: Its gradient, None without a backward.
+        dx: The gradient of `x`, if it is asked for.
+        dweight: The gradient of `weight`, if it is asked for.
+    """
+
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    x: fx.Node
+    weight: fx.Node | None
+    y: fx.Node
+    dy: fx.Node | None = None
+    dx: fx.Node | None = None
+    dweight: fx.Node | None = None
+
+
+def join_rms_norms(editor: Editor, names: Mapping[str, str]) -> None:
+    """Replace every RMS norm whose ops are as expected; the others stay as they are.
+
+    Args:
+        editor: The graph.
+        names: Operator of each origin.
+    """
+    groups: dict[str, list[fx.Node]] = {}
+    for node in editor.graph.nodes:
+        origin = node.meta.get("origin", "")
+        if node.op == "call_function" and names.get(origin) == RMS_NORM:
+            groups.setdefault(origin, []).append(node)
+    for group in groups.values():
+        norm = _understand(group)
+        if norm is not None:
+            _join(editor, norm)
+
+
+def _understand(group: list[fx.Node]) -> _Norm | None:
+    forward = [node for node in group if node.meta.get("phase") == "forward"]
+    backward = [node for node in group if node.meta.get("phase") != "forward"]
+    known = set(forward)
+    results = [node for node in forward if _leaves(node, set(group))]
+    sources = _arriving(forward, known)
+    if len(results) != 1:
+        return None
+    shape = _shape(results[0])
+    xs = [node for node in sources if _shape(node) == shape]
+    weights = [node for node in sources if _shape(node) != shape]
+    if len(xs) != 1 or len(weights) > 1:
+        return None
+    weight = weights[0] if weights else None
+    found = _Norm(forward=forward, backward=[], x=xs[0], weight=weight, y=results[0])
+    return _with_backward(found, backward) if backward else found
+
+
+def _with_backward(norm: _Norm, backward: list[fx.Node]) -> _Norm | None:
+    """`norm` with what its backward takes and gives; None if that is not understood."""
+    given = {*norm.forward, norm.x, *([norm.weight] if norm.weight else [])}
+    dy: fx.Node | None = None
+    mine: list[fx.Node] = []
+    for node in backward:
+        new = [n for n in node.all_input_nodes if n not in given and n not in mine]
+        if dy is None and len(new) == 1:
+            dy = new[0]
+        elif node.target is aten.add.Tensor and new:
+            continue  # adds the gradient to one that went round the norm
+        elif any(source is not dy for source in new):
+            return None
+        mine.append(node)
+    ends = [node for node in mine if _leaves(node, set(mine))]
+    dxs = [node for node in ends if _shape(node) == _shape(norm.x)]
+    dweights = [node for node in ends if node not in dxs]
+    if dy is None or len(dxs) > 1 or len(dweights) > 1:
+        return None
+    if dweights and (norm.weight is None or _shape(dweights[0]) != _shape(norm.weight)):
+        return None
+    return _Norm(
+        forward=norm.forward, backward=mine, x=norm.x, weight=norm.weight, y=norm.y, dy=dy,
+        dx=dxs[0] if dxs else None, dweight=dweights[0] if dweights else None,
+    )  # fmt: skip
+
+
+def _leaves(node: fx.Node, group: Collection[fx.Node]) -> bool:
+    return any(user not in group for user in node.users)
+
+
+def _arriving(nodes: list[fx.Node], known: Collection[fx.Node]) -> list[fx.Node]:
+    found = (source for node in nodes for source in node.all_input_nodes if source not in known)
+    return list(dict.fromkeys(found))
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _join(editor: Editor, norm: _Norm) -> None:
+    x, weight, y = norm.x, norm.weight, norm.y
+    shape = _shape(x)
+    dims = list(_shape(weight)) if weight is not None else [shape[-1]]
+    rstd = editor.empty(
+        (*shape[: len(shape) - len(dims)], *(1 for _ in dims)), torch.float32,
+        x.meta["val"].device,
+    )  # fmt: skip
+    made = _call(
+        editor, norm.forward[0], aten._fused_rms_norm.default, (x, dims, weight, None),
+        (y.meta["val"], rstd),
+    )  # fmt: skip
+    items = [_item(editor, norm.forward[0], made, index) for index in range(2)]
+    if norm.dy is not None:
+        ends = (norm.dx, norm.dweight)
+        place = next(node for node in norm.backward if norm.dy in node.all_input_nodes)
+        done = _call(
+            editor, place, aten._fused_rms_norm_backward.default,
+            (norm.dy, x, dims, items[1], weight, [end is not None for end in ends]),
+            tuple(end.meta["val"] if end is not None else None for end in ends),
+        )  # fmt: skip
+        for index, end in enumerate(ends):
+            if end is not None:
+                _put(editor, end, _item(editor, place, done, index))
+        _erase(editor, norm.backward)
+    _put(editor, y, items[0])
+    _erase(editor, norm.forward)
+
+
+def _call(
+    editor: Editor, place: fx.Node, target: Any, args: tuple[Any, ...], value: tuple[Any, ...]
+) -> fx.Node:
+    with editor.graph.inserting_before(place):
+        made = editor.graph.call_function(target, args)
+    made.meta = {key: place.meta[key] for key in ("origin", "phase") if key in place.meta}
+    made.meta["val"] = value
+    return made
+
+
+def _item(editor: Editor, place: fx.Node, source: fx.Node, index: int) -> fx.Node:
+    return _call(editor, place, operator.getitem, (source, index), source.meta["val"][index])
+
+
+def _put(editor: Editor, old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    for slot, node in editor.outputs.items():
+        if node is old:
+            editor.outputs[slot] = new
+
+
+def _erase(editor: Editor, nodes: list[fx.Node]) -> None:
+    for node in reversed(nodes):
+        if not node.users:
+            editor.graph.erase_node(node)
