@@ -151,7 +151,7 @@ def known_after(schedule: Schedule, rank: int, sent: Action) -> int:
     return done[rank] + 1
 
 
-def matmul_model() -> Traced:
+def attention_model(dtype: torch.dtype) -> Traced:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -163,8 +163,8 @@ def matmul_model() -> Traced:
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 40, 32)
             return self.out(x + self.scale(y)).square().mean()
 
-    model = Attention().to(torch.bfloat16)
-    return trace(model, (torch.zeros(2, 40, 32, dtype=torch.bfloat16),), {}, None)
+    model = Attention().to(dtype)
+    return trace(model, (torch.zeros(2, 40, 32, dtype=dtype),), {}, None)
 
 
 def saved_bytes(found: DryRun) -> int:
@@ -172,18 +172,26 @@ def saved_bytes(found: DryRun) -> int:
     return next(m.live["saved"] for m in rank.moments if m.what == "0F0")
 
 
-def test_cuda_saves_what_its_kernels_save() -> None:
-    """Counted by hand for one forward in bfloat16, of (2, 40, 32) with 4 heads."""
-    traced = matmul_model()
+@pytest.mark.parametrize(
+    ("dtype", "columns", "random_state"),
+    [(torch.bfloat16, 40, 2 * 8 + 8), (torch.float32, 64, 8 + 8)],
+)
+def test_cuda_saves_what_its_kernels_save(
+    dtype: torch.dtype, columns: int, random_state: int
+) -> None:
+    """Counted by hand for one forward of (2, 40, 32) with 4 heads.
+
+    Flash attention keeps a number per row, the memory-efficient kernel rounds rows up to 32.
+    """
+    traced = attention_model(dtype)
     plan, _ = make_plan(traced.graph, Mesh.parse("dp=1"), "ddp", notes=traced.notes)
     found = dry_run(traced, plan, [0], device="cuda")
     rows = 2 * 40
-    whole = 2 * rows * 32
+    whole = dtype.itemsize * rows * 32
     # Normed, qkv, attended, normed by the root mean square and added up, the output.
     tensors = whole + 3 * whole + whole + whole + whole
     # Mean and deviation, inverse root mean square, log-sum-exp: float32.
-    statistics = 4 * (2 * rows + rows + 2 * 4 * 40)
-    random_state = 2 * 8 + 8
+    statistics = 4 * (2 * rows + rows + 2 * 4 * columns)
     assert saved_bytes(found) == tensors + statistics + random_state
 
 
