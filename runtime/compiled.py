@@ -19,9 +19,9 @@ from autopar.runtime.engine import Engine
 from autopar.runtime.execution import Execution
 from autopar.runtime.float64 import in_float64
 from autopar.runtime.initialise import broadcast_from_first, materialise
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory, optimizer_factory
-from autopar.runtime.mesh import MeshContext
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
 from autopar.trace import Traced, trace

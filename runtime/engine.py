@@ -20,12 +20,13 @@ from autopar.runtime.parameters import Item, OptimizerFactory
 from autopar.runtime.programs.program import Program, Slot
 from autopar.runtime.reshard import bind_steps, run_steps
 from autopar.runtime.unit import StagePrograms, StageUnit, build_programs
+from autopar.runtime.whole import Whole
 from autopar.schedules.actions import Action
 from autopar.sharding.placement import PARTIAL, REPLICATE, Shard
 from autopar.sharding.sharded import ShardedGraph, replicated
 
 
-class Engine:
+class Engine(Whole):
     """Runs one rank of a sharded graph.
 
     Args:
@@ -142,21 +143,7 @@ class Engine:
         )
 
     def _executor(self) -> Executor:
-        return Executor(
-            self.comm, lambda stage: self.execution.rank_of(stage, self.context)
-        )
-
-    def _to_local(self, name: str, full: Tensor) -> Tensor:
-        pair = self.sharded.inputs[name]
-        steps = bind_steps(self.everywhere.forward, pair.forward, tuple(full.shape), self.context)
-        return run_steps(steps, full.to(self.comm.device)).detach().clone()
-
-    def _to_full(self, name: str, local: Tensor) -> Tensor:
-        pair = self.sharded.inputs[name]
-        shape = self.items[name].value.spec.shape
-        steps = bind_steps(pair.forward, self.everywhere.forward, shape, self.context)
-        full = run_steps(steps, local.detach())
-        return full if steps else full.clone()
+        return Executor(self.comm, lambda stage: self.execution.rank_of(stage, self.context))
 
     # Running
 
@@ -233,7 +220,10 @@ class Engine:
         return loss
 
     def _run(
-        self, units: Mapping[int, StageUnit], actions: Sequence[Action], values: Mapping[Slot, Tensor]
+        self,
+        units: Mapping[int, StageUnit],
+        actions: Sequence[Action],
+        values: Mapping[Slot, Tensor],
     ) -> Outcome:
         schedule = self.execution.schedule
         count = schedule.num_microbatches
@@ -242,23 +232,17 @@ class Engine:
         numbers = self.executor.prepare(count)
         for index in sorted(units):
             units[index].run_prologue(values, numbers)
-        return self.executor.run(
-            units, actions, values, count, updates=self.execution.asynchronous
-        )
+        return self.executor.run(units, actions, values, count, updates=self.execution.asynchronous)
 
     def _reduce_shared(self) -> None:
         """Sum the gradients of parameters that several stages use over all of them."""
         for name in self.execution.shared_names():
-            mine = [
-                unit.parameters.gradients[name]
-                for unit in self.units.values()
-                if name in unit.parameters.gradients
-            ]
+            users = [u.parameters for u in self.units.values() if name in u.parameters.gradients]
+            mine = [parameters.gradients[name] for parameters in users]
             if not mine:
                 continue
             total = mine[0] if len(mine) == 1 else torch.stack(mine).sum(0)
-            item = next(u.parameters.items[name] for u in self.units.values() if name in u.parameters.items)
-            total = self.comm.all_reduce(total, item.ranks)
+            total = self.comm.all_reduce(total, users[0].items[name].ranks)
             for gradient in mine:
                 gradient.copy_(total)
 
@@ -303,13 +287,6 @@ class Engine:
                 )
             loss = run_steps(bind_steps(have, want, spec.shape, self.context), total.detach())
         return self._from_stage(loss, stage)
-
-    def _from_stage(self, tensor: Tensor, stage: int) -> Tensor:
-        """A tensor of the rank that holds `stage`, on all ranks of this rank's pipeline."""
-        ranks = self.execution.pipeline_ranks(self.context)
-        if len(ranks) == 1:
-            return tensor
-        return self.comm.broadcast(tensor, ranks, self.execution.rank_of(stage, self.context))
 
     @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -390,110 +367,3 @@ class Engine:
                 found.append(unit.programs.prologue)
             found += [unit.variant(kind, first=True, last=True) for kind in unit.programs.parts]
         return found
-
-    # State
-
-    def _holder(self, name: str) -> tuple[StageUnit | None, int]:
-        """The stage of this rank that has a parameter (if any), and the first stage that has."""
-        users = self.execution.users(name)
-        unit = next((self.units[stage] for stage in users if stage in self.units), None)
-        return unit, users[0]
-
-    def _whole(self, name: str, local: Tensor | None) -> Tensor:
-        """A parameter-shaped tensor on every rank, from the local one of whoever has it."""
-        _, stage = self._holder(name)
-        spec = self.items[name].value.spec
-        if local is None:
-            shape = self.context.grid.local_shape(spec.shape, self.sharded.inputs[name].forward)
-            local = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=self.comm.device)
-        return self._to_full(name, self._from_stage(local, stage))
-
-    @torch.no_grad()
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Full parameters by FQN, gathered; every rank must call."""
-        found = {}
-        for name, item in self.items.items():
-            if item.kind == "parameter":
-                unit, _ = self._holder(name)
-                local = unit.parameters.whole_value(name) if unit else None
-                found[item.target] = self._whole(name, local)
-        return found
-
-    @torch.no_grad()
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Full gradients by FQN after `backward`, gathered; every rank must call."""
-        absent = self._absent()
-        found: dict[str, Tensor | None] = {}
-        for name, item in self.items.items():
-            if item.kind != "parameter":
-                continue
-            if name in absent or not item.value.spec.requires_grad:
-                found[item.target] = None
-                continue
-            unit, _ = self._holder(name)
-            local = unit.parameters.whole_gradient(name) if unit else None
-            found[item.target] = self._whole(name, local)
-        return found
-
-    def _absent(self) -> set[str]:
-        """Parameters that no stage has a gradient for."""
-        present: set[str] = set()
-        for names in self.comm.gather_objects(
-            [name for unit in self.units.values() for name in unit.parameters.present()]
-        ):
-            present.update(names)
-        return {n for n, item in self.items.items() if item.kind == "parameter"} - present
-
-    @torch.no_grad()
-    def full_buffers(self) -> dict[str, Tensor]:
-        """Buffers by FQN, from the stages that update them; every rank must call."""
-        found = {}
-        for name, item in self.items.items():
-            if item.kind != "buffer":
-                continue
-            value = self.tensors[name].detach().clone()
-            new = self.buffer_outputs.get(item.target)
-            stage = self.execution.stages.owner.get(new) if new else None
-            found[item.target] = value if stage is None else self._from_stage(value, stage)
-        return found
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take full parameters and buffers by FQN."""
-        for name, item in self.items.items():
-            if item.target not in tensors:
-                continue
-            full = tensors[item.target]
-            if item.kind == "parameter":
-                dtype = getattr(torch, item.value.spec.dtype)
-                local = self._to_local(name, full.to(self.comm.device, dtype))
-                for unit in self.units.values():
-                    if name in unit.parameters.items:
-                        unit.parameters.load(name, local)
-            elif item.kind == "buffer":
-                self.tensors[name] = full.to(self.tensors[name]).clone()
-        for unit in self.units.values():
-            unit.forget_versions()
-
-    def replicas_differ(self) -> str | None:
-        """FQN of the first parameter whose copies are not bitwise equal; None if all are.
-
-        Every rank must call; each tells about the copies of its own part.
-        """
-        first = None
-        for name, item in self.items.items():  # ranks may share a parameter and not its stages
-            held = [u.parameters for u in self.units.values() if name in u.parameters.items]
-            if not held:
-                continue
-            pair = self.sharded.inputs[name]
-            axes = tuple(
-                axis
-                for axis, placement in enumerate(pair.forward)
-                if placement == REPLICATE and axis != self.context.time
-            )
-            ranks = self.execution.ranks_over(self.execution.users(name), self.context, axes)
-            mine = [parameters.whole_value(name) for parameters in held]
-            copies = [*self.comm.all_gather(mine[0], ranks), *mine[1:]]
-            if first is None and not all(torch.equal(copies[0], other) for other in copies[1:]):
-                first = item.target  # go on: other ranks may see no difference and gather
-        return first

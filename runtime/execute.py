@@ -70,6 +70,7 @@ class Unit(Protocol):
     index: int
     arriving: tuple[Boundary, ...]
     leaving: tuple[Boundary, ...]
+
     def program(self, kind: str, microbatch: int) -> Compiled:
         """The program of an action: kind F, B, I or W; which variant may depend on the number."""
         ...
@@ -229,11 +230,9 @@ class Executor:
         # Not in place: the gradient may be the same tensor as another one.
         frame[slot] = frame[slot] + tensor if slot in frame else tensor
 
-    def _compute(self, kind: str, unit: Unit, microbatch: int) -> None:
-        program = unit.program(kind, microbatch)
-        if kind == "F":
-            unit.begin(microbatch)
-        frame = self.frames.setdefault((unit.index, microbatch), {})
+    def _arguments(self, kind: str, program: Compiled, unit: Unit, microbatch: int) -> list[Any]:
+        """What a program takes; the frame keeps only what a later program reads too."""
+        frame = self.frames[unit.index, microbatch]
         arguments: list[Any] = []
         for slot in program.inputs:
             if slot in frame:
@@ -248,7 +247,14 @@ class Executor:
                     frame[slot] = value  # the version that backward must see too
             arguments.append(value)
             del value  # nothing but the program holds what is handed to it
-        results = program.run(arguments)
+        return arguments
+
+    def _compute(self, kind: str, unit: Unit, microbatch: int) -> None:
+        program = unit.program(kind, microbatch)
+        if kind == "F":
+            unit.begin(microbatch)
+        frame = self.frames.setdefault((unit.index, microbatch), {})
+        results = program.run(self._arguments(kind, program, unit, microbatch))
         sent: dict[str, Tensor] = {}
         for slot, value in zip(program.outputs, results, strict=True):
             if slot.kind == "saved":

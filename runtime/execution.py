@@ -171,9 +171,7 @@ class Execution:
     def items(self, stage: int, context: MeshContext) -> tuple[Item, ...]:
         """The parameters that a stage uses, as this rank holds them."""
         targets = {item.value.name: item.target for item in self.sharded.graph.inputs}
-        return tuple(
-            self._item(name, targets[name], context) for name in self.parameters_of(stage)
-        )
+        return tuple(self._item(name, targets[name], context) for name in self.parameters_of(stage))
 
     def _item(self, name: str, fqn: str, context: MeshContext) -> Item:
         spec = self.sharded.graph.spec(name)

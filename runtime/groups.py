@@ -25,9 +25,7 @@ def used_axes(sharded: ShardedGraph, time: int | None, divided: Axes = ()) -> se
     """
     found: set[Axes] = set()
     pairs, whole = sharded.pairs(), replicated(sharded.mesh)
-    for node, call, picked in zip(
-        sharded.graph.nodes, sharded.calls, sharded.choices, strict=True
-    ):
+    for node, call, picked in zip(sharded.graph.nodes, sharded.calls, sharded.choices, strict=True):
         for name, want in zip(node.operands, call.operands, strict=True):
             have = pairs[name]
             if have != want:

@@ -88,7 +88,7 @@ def split_time(step: Step, time: int | None) -> tuple[Step, ...]:
         return (step,)
     rest = tuple(axis for axis in step.axes if axis != time)
     # The microbatch axis is the outermost: it is sliced first and gathered last.
-    first, last = ((rest, (time,)) if step.kind == "all_gather" else ((time,), rest))
+    first, last = (rest, (time,)) if step.kind == "all_gather" else ((time,), rest)
     middle = list(step.before)
     for axis in first:
         middle[axis] = step.after[axis]

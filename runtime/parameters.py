@@ -1,7 +1,7 @@
 """A stage's parameters on one rank: their memory, gradients, ZeRO shards and optimizer.
 
-Gradients live in flat buckets that backward programs write into. What ZeRO (arXiv 1910.02054) leaves
-on a rank, for a bucket of P elements over N data-parallel ranks:
+Gradients live in flat buckets that backward programs write into. What ZeRO (arXiv 1910.02054)
+leaves on a rank, for a bucket of P elements over N data-parallel ranks:
 
     stage   parameters   gradients   optimizer state    bytes sent per step, in parameters
     0       P            P           P                  2 (N-1)/N   all-reduce
@@ -174,9 +174,7 @@ class Parameters:
                 if zero < 3:
                     self.values[member.name] = view
                 if zero < 2:
-                    self.gradients[member.name] = self._view(
-                        gradients, member.offset, member.shape
-                    )
+                    self.gradients[member.name] = self._view(gradients, member.offset, member.shape)
             start, end = held.shard_range(self.comm)
             held.parameters = flat if zero < 3 else flat[start:end].clone()
             self._cut_pieces(held, start, end)
@@ -267,9 +265,7 @@ class Parameters:
             assert held.zero == 1, "shards of gradients or parameters have no versions"
             held.parameters = held.parameters.clone()
             for member in held.bucket.members:
-                self.values[member.name] = self._view(
-                    held.parameters, member.offset, member.shape
-                )
+                self.values[member.name] = self._view(held.parameters, member.offset, member.shape)
             for piece, (low, high) in zip(held.pieces, self._cuts(held), strict=True):
                 piece.parameter.data = held.parameters[low:high]
         for piece in self.pieces:
@@ -288,9 +284,7 @@ class Parameters:
             return None
         for held in self.held.values():
             if held.zero and any(member.name == name for member in held.bucket.members):
-                return self._gathered(
-                    name, lambda h: h.reduced if h.zero == 1 else h.gradients
-                )
+                return self._gathered(name, lambda h: h.reduced if h.zero == 1 else h.gradients)
         return self.gradients[name]
 
     def _gathered(self, name: str, part: Callable[[Held], Tensor | None]) -> Tensor:

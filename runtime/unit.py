@@ -99,7 +99,7 @@ class StagePrograms:
 
     def later(self, kind: str) -> frozenset[Slot]:
         """Slots that programs after `kind` read of the same microbatch."""
-        order = [name for name in ("F", "I", "B", "W") if name in self.parts]
+        order: list[str] = [name for name in ("F", "I", "B", "W") if name in self.parts]
         after = order[order.index(kind) + 1 :]
         return frozenset(slot for name in after for slot in self.parts[name].inputs)
 
@@ -172,7 +172,12 @@ def cut_programs(
     if not gradients:
         forward = _parts(joint, (), weight=False)["F"]
         return StagePrograms(
-            task=task, local=local, joint=joint, prologue=prologue, parts={"F": forward}, layout=Layout()
+            task=task,
+            local=local,
+            joint=joint,
+            prologue=prologue,
+            parts={"F": forward},
+            layout=Layout(),
         )
     parts = _parts(joint, task.recompute, task.splits_backward)
     by_name = {item.name: item for item in items}

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from autopar.graph.ir import Node, TensorSpec
 from autopar.errors import PlanError
+from autopar.graph.ir import Node, TensorSpec
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.microbatch import even_part, get_seed, microbatch_sum
 from autopar.runtime.special.base import Axes, AxisIds, LetterSplit, SpecialCall, special_for

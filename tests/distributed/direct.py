@@ -1,7 +1,7 @@
 """A rank that runs its local forward as it is lowered, with autograd for backward.
 
-It has nothing of the programs made of that forward, so it tests rules, reshards and lowerings alone,
-and starts at once where a program must be captured first.
+It has nothing of the programs made of that forward, so it tests rules, reshards and lowerings
+alone, and starts at once where a program must be captured first.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from autopar.runtime.reshard import StepRunner
 from autopar.runtime.special import base, bind, losses
 from autopar.runtime.special.base import SpecialCall
 from autopar.sharding import choices, placement
-from autopar.sharding.placement import PARTIAL, REPLICATE, Grid, Pair, Shard
+from autopar.sharding.placement import PARTIAL, REPLICATE, Grid, Shard
 from autopar.sharding.rule import OpRule
 from tests.distributed.fuzz_models import Subject
 
