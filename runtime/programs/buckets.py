@@ -29,6 +29,11 @@ LIMIT_BYTES = 25 * 1024**2
 FIRST_BYTES = 1024**2
 """The first bucket is small, so that communication starts early (as in DDP)."""
 
+ALIGN_BYTES = 64
+"""What torch aligns memory of its own to. Matrix products into memory that is aligned otherwise may
+differ in the last bit, and copies of a gradient on several ranks must not, although uneven parts lie
+before it."""
+
 Reduction = Literal["none", "all_reduce", "reduce_scatter"]
 
 
@@ -58,9 +63,9 @@ class Bucket:
 
     Attributes:
         name: Unique among the buckets of a stage.
-        members: What it holds, in order and without gaps.
+        members: What it holds, in order; each starts at a multiple of `ALIGN_BYTES`.
         numel: Its length in elements: a multiple of the number of ranks, so that it can be cut
-            into equal shards; the elements after the last member are padding.
+            into equal shards; the elements between and after members are padding.
         dtype: Of all members.
         ranks: The group that communicates it.
     """
@@ -72,10 +77,11 @@ class Bucket:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        end = 0
+        end, unit = 0, ALIGN_BYTES // self.dtype.itemsize
         for member in self.members:
-            assert member.offset == end, (self.name, member)
-            end += member.numel
+            assert member.offset % unit == 0, (self.name, member)
+            assert end <= member.offset < end + unit, (self.name, member)
+            end = member.offset + member.numel
         assert self.numel % len(self.ranks) == 0, (self.name, self.numel, self.ranks)
         assert end <= self.numel < end + len(self.ranks), (self.name, end, self.numel)
 
@@ -83,6 +89,13 @@ class Bucket:
     def used(self) -> int:
         """Number of elements that are no padding."""
         return sum(member.numel for member in self.members)
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Start and end of every run of padding."""
+        ends = [0, *(member.offset + member.numel for member in self.members)]
+        starts = [*(member.offset for member in self.members), self.numel]
+        return tuple((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
 
     @property
     def shard_numel(self) -> int:
@@ -275,8 +288,10 @@ def _bucket(
 ) -> Bucket:
     members: list[Member] = []
     end = 0
+    unit = ALIGN_BYTES // dtype.itemsize
     for member in names:
-        members.append(Member(name=member, shape=tuple(shapes[member]), offset=end))
-        end += members[-1].numel
+        offset = -(-end // unit) * unit
+        members.append(Member(name=member, shape=tuple(shapes[member]), offset=offset))
+        end = offset + members[-1].numel
     numel = -(-end // len(ranks)) * len(ranks)
     return Bucket(name=name, members=tuple(members), numel=numel, dtype=dtype, ranks=ranks)

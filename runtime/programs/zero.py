@@ -160,8 +160,8 @@ def _make(editor: Editor, bucket: Bucket, without: frozenset[str]) -> fx.Node:
     views = lay_members(editor, place, bucket, flat)
     for name in (member.name for member in bucket.members if member.name in without):
         editor.call(place, aten.zero_.default, views[name])
-    if bucket.used < bucket.numel:
+    for start, end in bucket.gaps:
         # What lies behind the last member is summed and kept like all else: no stray NaN in it.
-        rest = editor.call(place, aten.slice.Tensor, flat, 0, bucket.used, bucket.numel)
+        rest = editor.call(place, aten.slice.Tensor, flat, 0, start, end)
         editor.call(place, aten.zero_.default, rest)
     return flat

@@ -99,17 +99,18 @@ def test_layout():
     groups = dict.fromkeys("abde", (0, 1, 2))
     found = make_buckets("abcde", shapes, dtypes, groups, prefix="p", first_bytes=8, limit_bytes=20)
     a = Member(name="a", shape=(3,), offset=0)
-    b, e = Member(name="b", shape=(2, 2), offset=0), Member(name="e", shape=(), offset=4)
+    b, e = Member(name="b", shape=(2, 2), offset=0), Member(name="e", shape=(), offset=16)
     d = Member(name="d", shape=(1,), offset=0)
     common = {"ranks": (0, 1, 2), "dtype": torch.float32}
     assert found == (
         Bucket(name="p.0", members=(a,), numel=3, **common),
         Bucket(name="p.1", members=(d,), numel=3, **common | {"dtype": torch.bfloat16}),
-        Bucket(name="p.2", members=(b, e), numel=6, **common),
+        Bucket(name="p.2", members=(b, e), numel=18, **common),
     )
     assert [bucket.used for bucket in found] == [3, 1, 5]
+    assert found[2].gaps == ((4, 16), (17, 18))
     with pytest.raises(AssertionError):
-        replace(found[2], numel=7)
+        replace(found[2], numel=19)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 9))

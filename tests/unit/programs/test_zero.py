@@ -72,18 +72,18 @@ stage forward
 inputs
   %0 f64[5, 4] = input:x
   %1 f64[12] = shard:parameters.0
-  %2 f64[12] = shard:parameters.1
+  %2 f64[13] = shard:parameters.1
 body
   %3 f64[2, 12] = autopar.all_gather(%1, [0, 1])  # parameters.0
   %4 f64[24] = aten.view(%3, [24])  # parameters.0
   %5 f64[24] = aten.slice.Tensor(%4, 0, 0, 24)  # parameters.0
   %6 f64[6, 4] = aten.view(%5, [6, 4])  # parameters.0
   %7 f64[4, 6] = aten.t(%6)  # linear
-  %8 f64[2, 12] = autopar.all_gather(%2, [0, 1])  # parameters.1
-  %9 f64[24] = aten.view(%8, [24])  # parameters.1
+  %8 f64[2, 13] = autopar.all_gather(%2, [0, 1])  # parameters.1
+  %9 f64[26] = aten.view(%8, [26])  # parameters.1
   %10 f64[6] = aten.slice.Tensor(%9, 0, 0, 6)  # parameters.1
   %11 f64[6] = aten.view(%10, [6])  # parameters.1
-  %12 f64[18] = aten.slice.Tensor(%9, 0, 6, 24)  # parameters.1
+  %12 f64[18] = aten.slice.Tensor(%9, 0, 8, 26)  # parameters.1
   %13 f64[3, 6] = aten.view(%12, [3, 6])  # parameters.1
   %14 f64[5, 6] = aten.addmm(%11, %0, %7)  # linear
   %15 f64[5, 6] = aten.relu(%14)  # relu
@@ -100,15 +100,15 @@ stage backward
 inputs
   %0 f64[] = tangent:loss
   %1 f64[5, 6] = saved:relu
-  %2 f64[12] = shard:parameters.1
+  %2 f64[13] = shard:parameters.1
   %3 f64[5, 4] = input:x
 body
   %4 f64[5, 3] = aten.expand(%0, [5, 3])  # sum_1
   %5 f64[3, 5] = aten.t(%4)  # linear_1
   %6 f64[3, 6] = aten.mm(%5, %1)  # linear_1
-  %7 f64[2, 12] = autopar.all_gather(%2, [0, 1])  # parameters.1
-  %8 f64[24] = aten.view(%7, [24])  # parameters.1
-  %9 f64[18] = aten.slice.Tensor(%8, 0, 6, 24)  # parameters.1
+  %7 f64[2, 13] = autopar.all_gather(%2, [0, 1])  # parameters.1
+  %8 f64[26] = aten.view(%7, [26])  # parameters.1
+  %9 f64[18] = aten.slice.Tensor(%8, 0, 8, 26)  # parameters.1
   %10 f64[3, 6] = aten.view(%9, [3, 6])  # parameters.1
   %11 f64[5, 6] = aten.mm(%4, %10)  # linear_1
   %12 f64[5, 6] = aten.threshold_backward(%11, %1, 0)  # relu
