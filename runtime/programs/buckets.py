@@ -31,8 +31,8 @@ FIRST_BYTES = 1024**2
 
 ALIGN_BYTES = 64
 """What torch aligns memory of its own to. Matrix products into memory that is aligned otherwise may
-differ in the last bit, and copies of a gradient on several ranks must not, although uneven parts lie
-before it."""
+differ in the last bit, and copies of a gradient on several ranks must not, although parts of uneven
+size lie before it."""
 
 Reduction = Literal["none", "all_reduce", "reduce_scatter"]
 

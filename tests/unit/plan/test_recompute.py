@@ -114,7 +114,7 @@ def test_patterns_add_and_take_away():
     assert resolve_recompute(graph, ()) == frozenset()
 
 
-@pytest.mark.parametrize("pattern", ["blocks.9/*", "", "!nothing", "fulll"])
+@pytest.mark.parametrize("pattern", ["blocks.9/*", "", "!nothing", "all"])
 def test_patterns_that_match_nothing(pattern: str):
     with pytest.raises(PlanError) as caught:
         resolve_recompute(graph_of("gpt"), ("blocks.0*", pattern))
