@@ -23,6 +23,7 @@ LEVELS = (
     {"search", "runtime"},
     {"api", "export", "report"},
     {"cli"},
+    {"__main__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # A plan file is enough to run: the runtime knows nothing of prices.
