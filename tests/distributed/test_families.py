@@ -13,6 +13,15 @@ from tests.models.check import Case, agree, on_ranks, placements
 from tests.models.families import EAGER_PLANS, EXACT_PLANS, FAMILIES, family, has_dropout
 
 EXACT_TO_1E12 = ("gpt2", "llama")
+# Every plan meets half of the families in every run, and the other half in the long mode.
+HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+
+
+def half_of(
+    plans: tuple[tuple[str, str], ...], name: str, half: int
+) -> tuple[tuple[str, str], ...]:
+    """Every second plan, others for the next family."""
+    return plans[(half + list(FAMILIES).index(name)) % 2 :: 2]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -21,26 +30,27 @@ def member(request: pytest.FixtureRequest) -> Iterator[tuple[str, Case]]:
     yield request.param, family(request.param)
 
 
-@pytest.mark.parametrize(("mesh", "constraints"), EXACT_PLANS)
-def test_exact_in_float64(member: tuple[str, Case], mesh: str, constraints: str):
+@HALVES
+def test_exact_in_float64(member: tuple[str, Case], half: int):
     name, case = member
-    report = agree(case, mesh, constraints, dtype="float64")
-    assert report.worst.error <= (1e-12 if name in EXACT_TO_1E12 else 1e-11)
-    assert not report.plan.unruled
-    kinds = {row.kind for row in report.rows}
-    assert kinds >= {"loss", "gradient", "parameter"}
-    assert ("buffer" in kinds) == any(True for _ in case.model.buffers())
-    names = {fqn for fqn, _ in case.model.named_parameters()}
-    assert {row.name for row in report.rows if row.kind == "gradient"} == names
+    for mesh, constraints in half_of(EXACT_PLANS, name, half):
+        report = agree(case, mesh, constraints, dtype="float64")
+        assert report.worst.error <= (1e-12 if name in EXACT_TO_1E12 else 1e-11)
+        assert not report.plan.unruled
+        kinds = {row.kind for row in report.rows}
+        assert kinds >= {"loss", "gradient", "parameter"}
+        assert ("buffer" in kinds) == any(True for _ in case.model.buffers())
+        names = {fqn for fqn, _ in case.model.named_parameters()}
+        assert {row.name for row in report.rows if row.kind == "gradient"} == names
 
 
-@pytest.mark.parametrize(("mesh", "constraints"), EAGER_PLANS)
-def test_equal_to_eager_in_float32(member: tuple[str, Case], mesh: str, constraints: str):
+@HALVES
+def test_equal_to_eager_in_float32(member: tuple[str, Case], half: int):
     name, case = member
     if has_dropout(name):
         case = family(name, dropout=False)
-    report = agree(case, mesh, constraints)
-    assert report.reference == "eager"
+    for mesh, constraints in half_of(EAGER_PLANS, name, half):
+        assert agree(case, mesh, constraints).reference == "eager"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
