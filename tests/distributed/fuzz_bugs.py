@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.runtime import execution, lower, parameters, reshard, unit
 from autopar.runtime.comm_threads import ThreadCommunicator
+from autopar.runtime.handles import Done, Handle
 from autopar.runtime.reshard import StepRunner
 from autopar.runtime.special import base, bind, losses
 from autopar.runtime.special.base import SpecialCall
@@ -65,6 +66,12 @@ class _Alone(base.Axes):
 
     def maximum(self, tensor: Tensor, axes: base.AxisIds) -> Tensor:
         return tensor.clone() if axes else tensor
+
+    def repeats(self, axes: base.AxisIds) -> int:
+        return 1
+
+    def only_in_time(self, axes: base.AxisIds) -> bool:
+        return False
 
 
 def around(name: str, wrap: Callable[..., Any]) -> Inject:
@@ -177,10 +184,12 @@ def _local_index(
     return torch.arange(found.numel(), dtype=found.dtype, device=device).view(found.shape)
 
 
-def _backwards(right: Any, comm: Any, flat: Tensor, ranks: Any, send: Any, receive: Any) -> Tensor:
-    found = right(comm, flat, ranks, send, receive)
+def _backwards(
+    right: Any, comm: Any, flat: Tensor, ranks: Any, send: Any, receive: Any, later: bool
+) -> Handle:
+    found = right(comm, flat, ranks, send, receive, later).wait()
     equal = len(set(receive)) == 1
-    return torch.cat(found.split(receive)[::-1]) if equal else found
+    return Done(torch.cat(found.split(receive)[::-1]) if equal else found)
 
 
 def _pieces_backwards(patch: MonkeyPatch) -> None:
