@@ -1,4 +1,7 @@
-"""Every pair of a schedule, a pipeline length, what is beside it, and a model trains exactly."""
+"""Schedules, pipeline lengths, what is beside them, and models: all train exactly.
+
+Every run has half of a set of cells that covers all pairs, the long mode has all cells.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ def check(cell: Cell, **options) -> None:
     assert ("old" in report.reference) == cell.asynchronous
 
 
-@pytest.mark.parametrize("cell", covering(), ids=str)
-def test_pairs_train_as_one_device_does(cell: Cell):
+SHORT = covering()[::2]
+
+
+@pytest.mark.parametrize("cell", SHORT, ids=str)
+def test_cells_train_as_one_device_does(cell: Cell):
     check(cell)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("cell", sorted(set(cells()) - set(covering())), ids=str)
+@pytest.mark.parametrize("cell", sorted(set(cells()) - set(SHORT)), ids=str)
 def test_all_others_do_too(cell: Cell):
     check(cell)
 
