@@ -116,8 +116,12 @@ def compile(
             its loss.
         optimizer: Name, class or factory of an elementwise optimizer; None for none.
         mesh: Mesh axes and sizes, e.g. ``"dp=2,tp=2"``; chosen by the strategy by default.
-        constraints: A strategy (``ddp``, ``fsdp``, ``megatron``, ``megatron_sp``, ``2d``) or a
-            map from factor to axis, e.g. ``{"heads": "tp", "ffn": "tp", "batch": "dp"}``.
+        constraints: A strategy (``ddp``, ``zero1``, ``zero2``, ``zero3``, ``fsdp``, ``megatron``,
+            ``megatron_sp``, ``2d``) or a map from factor to axis, e.g. ``{"heads": "tp", "ffn":
+            "tp", "batch": "dp"}``. Either may say more, as text (``"megatron,microbatches=8,
+            schedule=1f1b,zero=1,recompute=selective"``) or as further keys of the map:
+            ``microbatches``, ``schedule``, ``chunks``, ``zero``, ``recompute``, ``cuts``,
+            ``update_every``, ``vertical_sync``.
         plan: A plan or plan file to carry out instead.
         strict: Refuse ops without a sharding rule instead of replicating them.
         seed: Seed of dropout and of the initialisation of meta models.

@@ -308,6 +308,7 @@ class StageUnit:
         self.buffer_targets = buffer_targets
         self.delay = schedule.delay(task.index)
         self.updates_before = self.updates = 0
+        self.evaluates = False
         self.count = _Count()
         self.prologue: dict[str, Tensor] = {}
         self._compiled: dict[tuple[str, bool, bool], Compiled] = {}
@@ -376,6 +377,8 @@ class StageUnit:
         """
         self.count.done.clear()
         self.updates_before = updates_before
+        if self.evaluates:
+            self.active = self._current()
 
     def _current(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.parameters.values.items()}
@@ -392,7 +395,9 @@ class StageUnit:
     def tensor(self, slot: Slot) -> Any:
         """See `Unit.tensor`."""
         if slot.kind == "parameter":
-            return self.active[slot.name]
+            # Programs for the model's outputs take whole parameters: with ZeRO-3 they are gathered.
+            whole = self.active.get(slot.name)
+            return self.parameters.whole_value(slot.name) if whole is None else whole
         if slot.kind in ("buffer", "constant"):
             return self.tensors[slot.name]
         if slot.kind == "gradient":
@@ -479,4 +484,5 @@ class StageUnit:
         """This stage with other programs, for the model's outputs."""
         other = copy.copy(self)
         other.programs, other._compiled, other._sources = programs, {}, {}
+        other.evaluates, other.delay = True, 0  # with the newest weights
         return other

@@ -21,7 +21,7 @@ from autopar.plan.parts import (
 from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import Mesh
 
-POLICIES = ("full", "selective")
+POLICIES = ("full", "selective", "none")
 """Names of recompute policies; anything else is a pattern."""
 
 RESERVED: Mapping[str, str] = {
@@ -34,7 +34,7 @@ RESERVED: Mapping[str, str] = {
     "pipeline_axis": "a mesh axis",
     "cuts": "a list of op keys or module paths",
     "zero": '0, 1, 2, 3 or {"stage": 2, "axes": ["dp"]}',
-    "recompute": '"full", "selective" or a list of patterns over op keys',
+    "recompute": '"full", "selective", "none" or a list of patterns over op keys',
 }
 """Keys of constraints that are no factors, and what they hold."""
 

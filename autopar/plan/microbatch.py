@@ -204,8 +204,13 @@ def microbatch_notes(sharded: ShardedGraph) -> tuple[str, ...]:
             found[keys[index]] = None
     if not found:
         return ()
-    names = ", ".join(list(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return (f"computed per microbatch: {names}",)
+    nodes = {key: sharded.graph.nodes[index] for index, key in enumerate(keys)}
+    shown = [f"{key} {nodes[key].source}".rstrip() for key in list(found)[:3]]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"computed per microbatch: {', '.join(shown)}{more}; what follows from these, the loss too, "
+        "is that of gradient accumulation (the mean over microbatches), not of the whole batch",
+    )
 
 
 STATISTICS = frozenset(

@@ -96,3 +96,15 @@ def test_trains_as_one_device_does(zero: int, mesh: str):
         return
     report = agree(stack(), mesh, constraints | {"zero": zero}, dtype="float64", steps=5)
     assert report.worst.error <= 1e-12
+
+
+@pytest.mark.parametrize(("mesh", "extra"), [("dp=2", ""), ("pp=2,dp=2", ",microbatches=2")])
+def test_outputs_of_the_model_under_zero(mesh: str, extra: str):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs = torch.randn(8, 4)
+    case = Case(model=model, args=(inputs,), loss=lambda out, _: out.square().mean())
+    with torch.no_grad():
+        want = model(inputs)
+    for stage in (1, 2, 3):
+        for have in on_ranks(case, mesh, f"zero{stage}{extra}", lambda c: c(inputs)):
+            assert torch.allclose(have, want, atol=1e-6)
