@@ -208,8 +208,9 @@ def microbatch_notes(sharded: ShardedGraph) -> tuple[str, ...]:
     shown = [f"{key} {nodes[key].source}".rstrip() for key in list(found)[:3]]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (
-        f"computed per microbatch: {', '.join(shown)}{more}; what follows from these, the loss too, "
-        "is that of gradient accumulation (the mean over microbatches), not of the whole batch",
+        f"computed per microbatch: {', '.join(shown)}{more}; what follows from these, the loss "
+        "too, is that of gradient accumulation (the mean over microbatches), not of the whole "
+        "batch",
     )
 
 
