@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.runtime.programs.buckets import ALIGN_BYTES
 from autopar.runtime.verify import verify
 from tests.models.cases import language, structure, vision
 from tests.models.check import Case, agree, compiled_on, on_ranks
@@ -160,7 +161,8 @@ def test_shards_divide_the_optimizer_state():
         assert whole <= sum(held) <= whole + 4 * 4  # but padding
         alone = on_ranks(case, "pp=2,dp=2", "ddp,microbatches=4", body)
         assert sum(alone) == 2 * whole
-        assert max(held) <= math.ceil(max(alone) / 2) + 4
+        # Members of a bucket are aligned, so halves of few elements are not quite equal.
+        assert max(held) <= math.ceil(max(alone) / 2) + ALIGN_BYTES // 4
 
 
 # Skips that jump over stages.
