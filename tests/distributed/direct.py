@@ -52,7 +52,7 @@ class DirectEngine:
         new = [(name, self.everywhere) for name in self.renewed]
         loss = Pair(pairs[str(self.loss)].forward, self.everywhere.gradient)
         self.local = lower(sharded, self.context, [(str(self.loss), loss), *new])
-        self.evaluation = lower(sharded, self.context, [(name, self.everywhere) for name in user])
+        self.results = [(name, self.everywhere) for name in user]
 
     def _pair(self, name: str) -> Pair:
         return self.sharded.inputs[name]
@@ -93,7 +93,7 @@ class DirectEngine:
     @torch.no_grad()
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole outputs."""
-        return self._run(self.evaluation, inputs)
+        return self._run(lower(self.sharded, self.context, self.results), inputs)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -41,6 +41,10 @@ SHARES: tuple[tuple[int, Turns], ...] = (
 """Parts of a campaign, of about equal time: how many plans of five, and their models in turn."""
 
 
+CAPTURED = ("gpt", "moe")
+"""Models of which some plans run as programs: capturing a rank of a larger one takes seconds."""
+
+
 @cache
 def reference(name: str) -> State:
     """What one device has, computed once."""
@@ -136,7 +140,7 @@ def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -
         held = subject(name)
         mesh, sharded = draw(held, seed, result.coverage)
         want, thorough = reference(name), seed % 4 == 0
-        programs = seed % 24 == 3
+        programs = seed % 24 == 3 and name in CAPTURED
         found, program = run(held, sharded, want, thorough=thorough, programs=programs)
         result.plans += 1
         if found:
@@ -164,7 +168,7 @@ def on_rank(comm: Communicator, name: str, seeds: tuple[int, ...]) -> list[str]:
     for seed in seeds:
         mesh = Mesh.parse({4: "x=2,y=2", 3: "x=3"}[comm.world_size])
         _, sharded = draw(subject(name), seed, mesh=mesh)
-        ready = engine(subject(name), sharded, comm, programs=True)
+        ready = engine(subject(name), sharded, comm, programs=seed == 0)
         wrong = compare(ready, subject(name), reference(name), thorough=True)
         found += [f"{name}, seed {seed}, mesh {mesh}: {item}" for item in wrong]
     return found
