@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.comm import Communicator, Handle
-from autopar.runtime.programs.buckets import Bucket
+from autopar.runtime.programs.buckets import Bucket, Member
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -132,11 +132,12 @@ class Parameters:
         self.values: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.held: dict[str, Held] = {}
+        self._places: dict[str, tuple[Held, Member]] = {}
         self.pieces: list[Piece] = []
         for bucket in buckets:
             self._hold(bucket, values)
         for name, item in self.items.items():
-            if name in self.values or self._in_bucket(name):
+            if name in self._places:
                 continue
             parameter = nn.Parameter(values[name].clone(), item.trainable)
             self.values[name] = parameter
@@ -145,9 +146,6 @@ class Parameters:
                 if name not in self.absent:
                     piece.gradient = self.gradients[name] = torch.zeros_like(parameter).detach()
                 self.pieces.append(piece)
-
-    def _in_bucket(self, name: str) -> bool:
-        return any(member.name == name for h in self.held.values() for member in h.bucket.members)
 
     def _hold(self, bucket: Bucket, values: Mapping[str, Tensor]) -> None:
         zero = self.zero if len(bucket.ranks) > 1 else 0
@@ -159,6 +157,7 @@ class Parameters:
         rest = self.items[bucket.members[0].name].rest_ranks if zero else (self.comm.rank,)
         held = Held(bucket, zero, rest, None, gradients)
         self.held[bucket.name] = held
+        self._places |= {member.name: (held, member) for member in bucket.members}
         if zero == 0:
             for member in bucket.members:
                 parameter = nn.Parameter(values[member.name].clone())
@@ -177,22 +176,20 @@ class Parameters:
                     self.gradients[member.name] = self._view(gradients, member.offset, member.shape)
             start, end = held.shard_range(self.comm)
             held.parameters = flat if zero < 3 else flat[start:end].clone()
-            self._cut_pieces(held, start, end)
+            self._cut_pieces(held)
         self.pieces += held.pieces
 
-    def _cut_pieces(self, held: Held, start: int, end: int) -> None:
+    def _cut_pieces(self, held: Held) -> None:
         """The parts of members that lie in this rank's shard."""
         assert held.parameters is not None
+        start, end = held.shard_range(self.comm)
         base = held.parameters[start:end] if held.zero < 3 else held.parameters
-        for member in held.bucket.members:
-            low = max(start, member.offset)
-            high = min(end, member.offset + math.prod(member.shape))
-            if low < high:
-                parameter = nn.Parameter(base[low - start : high - start])
-                piece = Piece(member.name, parameter, low - member.offset)
-                if held.zero >= 2:
-                    piece.gradient = held.gradients[low - start : high - start]
-                held.pieces.append(piece)
+        for member, low, high in self._cuts(held):
+            parameter = nn.Parameter(base[low - start : high - start])
+            piece = Piece(member.name, parameter, low - member.offset)
+            if held.zero >= 2:
+                piece.gradient = held.gradients[low - start : high - start]
+            held.pieces.append(piece)
 
     @staticmethod
     def _view(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
@@ -215,20 +212,18 @@ class Parameters:
         for held in self.held.values():
             if held.zero == 1 and held.reduced is not None:
                 start, end = held.shard_range(self.comm)
-                for piece, (low, high) in zip(held.pieces, self._cuts(held), strict=True):
+                for piece, (_, low, high) in zip(held.pieces, self._cuts(held), strict=True):
                     piece.gradient = held.reduced[low - start : high - start]
                     assert high <= end, (low, high, end)
 
-    def _cuts(self, held: Held) -> list[tuple[int, int]]:
-        """Start and end in the bucket of every member's part in this rank's shard."""
+    def _cuts(self, held: Held) -> list[tuple[Member, int, int]]:
+        """Members with a part in this rank's shard, and its start and end in the bucket."""
         start, end = held.shard_range(self.comm)
-        found = []
-        for member in held.bucket.members:
-            low = max(start, member.offset)
-            high = min(end, member.offset + member.numel)
-            if low < high:
-                found.append((low, high))
-        return found
+        parts = (
+            (member, max(start, member.offset), min(end, member.offset + member.numel))
+            for member in held.bucket.members
+        )
+        return [(member, low, high) for member, low, high in parts if low < high]
 
     def gather(self) -> None:
         """After an update: bring the parameters that ZeRO-1 and 2 updated elsewhere back."""
@@ -266,7 +261,7 @@ class Parameters:
             held.parameters = held.parameters.clone()
             for member in held.bucket.members:
                 self.values[member.name] = self._view(held.parameters, member.offset, member.shape)
-            for piece, (low, high) in zip(held.pieces, self._cuts(held), strict=True):
+            for piece, (_, low, high) in zip(held.pieces, self._cuts(held), strict=True):
                 piece.parameter.data = held.parameters[low:high]
         for piece in self.pieces:
             if isinstance(self.values.get(piece.name), nn.Parameter):
@@ -282,20 +277,16 @@ class Parameters:
         """A parameter's reduced local gradient, None if there is none."""
         if name in self.absent or not self.items[name].trainable:
             return None
-        for held in self.held.values():
-            if held.zero and any(member.name == name for member in held.bucket.members):
-                return self._gathered(name, lambda h: h.reduced if h.zero == 1 else h.gradients)
-        return self.gradients[name]
+        if name not in self._places or not self._places[name][0].zero:
+            return self.gradients[name]
+        return self._gathered(name, lambda h: h.reduced if h.zero == 1 else h.gradients)
 
     def _gathered(self, name: str, part: Callable[[Held], Tensor | None]) -> Tensor:
-        for held in self.held.values():
-            for member in held.bucket.members:
-                if member.name == name:
-                    shard = part(held)
-                    assert shard is not None
-                    flat = self.comm.all_gather(shard, held.bucket.ranks).view(-1)
-                    return self._view(flat, member.offset, member.shape)
-        raise AssertionError(name)
+        held, member = self._places[name]
+        shard = part(held)
+        assert shard is not None
+        flat = self.comm.all_gather(shard, held.bucket.ranks).view(-1)
+        return self._view(flat, member.offset, member.shape)
 
     @torch.no_grad()
     def load(self, name: str, value: Tensor) -> None:
@@ -303,12 +294,10 @@ class Parameters:
         if name in self.values:
             self.values[name].copy_(value)
             return
-        for held in self.held.values():
-            start, end = held.shard_range(self.comm)
-            for member in held.bucket.members:
-                low = max(start, member.offset)
-                high = min(end, member.offset + math.prod(member.shape))
-                if member.name == name and low < high:
-                    assert held.parameters is not None
-                    piece = value.reshape(-1)[low - member.offset : high - member.offset]
-                    held.parameters[low - start : high - start].copy_(piece)
+        held, _ = self._places[name]
+        start, _ = held.shard_range(self.comm)
+        assert held.parameters is not None
+        for member, low, high in self._cuts(held):
+            if member.name == name:
+                piece = value.reshape(-1)[low - member.offset : high - member.offset]
+                held.parameters[low - start : high - start].copy_(piece)
