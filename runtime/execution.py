@@ -11,7 +11,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import Stages, assign_stages
 from autopar.plan.strategies import split_axes
 from autopar.runtime.execute import Boundary
-from autopar.runtime.groups import used_axes
+from autopar.runtime.groups import copied_axes, summed_axes, used_axes
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.parameters import Item
 from autopar.runtime.unit import StageTask
@@ -176,7 +176,7 @@ class Execution:
     def _item(self, name: str, fqn: str, context: MeshContext) -> Item:
         spec = self.sharded.graph.spec(name)
         pair = self.sharded.inputs[name]
-        axes = self._reduced(pair, context)
+        axes = summed_axes(pair, context.time)
         users = self.users(name)
         divided = tuple(axis for axis in axes if context.mesh.names[axis] in self.zero_axes)
         rest = tuple(axis for axis in axes if axis not in divided)
@@ -225,7 +225,7 @@ class Execution:
             groups += self.devices.groups((self.axis,))
         for name in self.stages.shared:
             pair, users = self.sharded.inputs[name], self.stages.shared[name]
-            for axes in self._reduced(pair, context), self._replicated(pair, context):
+            for axes in summed_axes(pair, context.time), copied_axes(pair, context.time):
                 along = tuple(names[axis] for axis in axes)
                 groups += [self._ranks_over(users, rank, along) for rank in ranks]
         channels: set[tuple[int, int]] = set()
@@ -238,24 +238,6 @@ class Execution:
                 if edge.gradient:
                     channels |= {(to, sender) for sender, to in ahead}
         context.comm.prepare(list(dict.fromkeys(groups)), sorted(channels))
-
-    @staticmethod
-    def _reduced(pair: Pair, context: MeshContext) -> tuple[int, ...]:
-        """Axes along which a parameter's gradient is summed, but for the microbatches'."""
-        return tuple(
-            axis
-            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
-            if have != want and axis != context.time
-        )
-
-    @staticmethod
-    def _replicated(pair: Pair, context: MeshContext) -> tuple[int, ...]:
-        """Axes along which ranks hold equal copies of a parameter."""
-        return tuple(
-            axis
-            for axis, placement in enumerate(pair.forward)
-            if placement == REPLICATE and axis != context.time
-        )
 
     # What a stage does
 

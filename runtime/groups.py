@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain, combinations
 
-from autopar.sharding.placement import REPLICATE, Placements
+from autopar.sharding.placement import REPLICATE, Pair, Placements
 from autopar.sharding.reshard import plan_steps
 from autopar.sharding.sharded import ShardedGraph, replicated
 
 Axes = tuple[int, ...]
+
+
+def summed_axes(pair: Pair, time: int | None = None) -> Axes:
+    """Axes, but for that of the microbatches, along which a parameter's gradient is summed."""
+    both = enumerate(zip(pair.gradient, pair.forward, strict=True))
+    return tuple(axis for axis, (have, want) in both if have != want and axis != time)
+
+
+def copied_axes(pair: Pair, time: int | None = None) -> Axes:
+    """Axes, but for that of the microbatches, along which ranks hold copies of a parameter."""
+    return tuple(a for a, held in enumerate(pair.forward) if held == REPLICATE and a != time)
 
 
 def used_axes(sharded: ShardedGraph, time: int | None, divided: Axes = ()) -> set[Axes]:
@@ -39,16 +50,12 @@ def used_axes(sharded: ShardedGraph, time: int | None, divided: Axes = ()) -> se
             found.update(_steps(pairs[out.value].forward, whole.forward))
     for item in sharded.graph.parameters():
         pair = sharded.inputs[item.value.name]
-        summed = tuple(
-            axis
-            for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
-            if have != want
-        )
+        summed = summed_axes(pair)
         found.update(_steps(pair.forward, whole.forward))
         found.add(summed)
         found.add(tuple(axis for axis in summed if axis in divided))
         found.add(tuple(axis for axis in summed if axis not in divided))
-        found.add(tuple(axis for axis, p in enumerate(pair.forward) if p == REPLICATE))
+        found.add(copied_axes(pair))
     found = {tuple(axis for axis in axes if axis != time) for axes in found}
     return found - {()}
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from autopar.graph.ir import Input
 from autopar.runtime.comm import Communicator
 from autopar.runtime.execution import Execution
+from autopar.runtime.groups import copied_axes
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.reshard import bind_steps, run_steps
 from autopar.runtime.unit import StageUnit
-from autopar.sharding.placement import REPLICATE, Pair
+from autopar.sharding.placement import Pair
 from autopar.sharding.sharded import ShardedGraph
 
 
@@ -153,12 +154,7 @@ class Whole:
             held = [u.parameters for u in self.units.values() if name in u.parameters.items]
             if not held:
                 continue
-            pair = self.sharded.inputs[name]
-            axes = tuple(
-                axis
-                for axis, placement in enumerate(pair.forward)
-                if placement == REPLICATE and axis != self.context.time
-            )
+            axes = copied_axes(self.sharded.inputs[name], self.context.time)
             ranks = self.execution.ranks_over(self.execution.users(name), self.context, axes)
             mine = [parameters.whole_value(name) for parameters in held]
             copies = [*self.comm.all_gather(mine[0], ranks), *mine[1:]]
