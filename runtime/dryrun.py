@@ -337,17 +337,7 @@ class _DryEngine(Engine):
     def _unit(
         self, programs: StagePrograms, items: Sequence[Item], values: Mapping[str, Tensor]
     ) -> StageUnit:
-        return DryUnit(
-            programs,
-            items,
-            values,
-            self.tensors,
-            self.comm,
-            schedule=self.execution.schedule,
-            buffer_targets=self._buffer_names(),
-            update=self._update,
-            walker=self.walker,
-        )
+        return DryUnit(programs, items, values, **self._unit_options(), walker=self.walker)
 
     def _executor(self) -> Executor:
         comm = self.comm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,16 +132,17 @@ class Engine(Whole):
     def _unit(
         self, programs: StagePrograms, items: Sequence[Item], values: Mapping[str, Tensor]
     ) -> StageUnit:
-        return StageUnit(
-            programs,
-            items,
-            values,
-            self.tensors,
-            self.comm,
-            schedule=self.execution.schedule,
-            buffer_targets=self._buffer_names(),
-            update=self._update,
-        )
+        return StageUnit(programs, items, values, **self._unit_options())
+
+    def _unit_options(self) -> dict[str, Any]:
+        """What every stage of this rank is made with."""
+        return {
+            "tensors": self.tensors,
+            "comm": self.comm,
+            "schedule": self.execution.schedule,
+            "buffer_targets": self._buffer_names(),
+            "update": self._update,
+        }
 
     def _executor(self) -> Executor:
         return Executor(self.comm, lambda stage: self.execution.rank_of(stage, self.context))
