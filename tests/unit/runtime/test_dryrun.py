@@ -245,16 +245,19 @@ def run_gpt3(
     plan.save(folder / "plan.json")
     words = ["dryrun", str(folder / "plan.json"), f"{module}:{function}", "--json"]
     began = time.monotonic()
+    # A process counts the most memory it ever held; getrusage would count its parent's too.
     text = (
-        "import resource, sys; from autopar.cli.main import main; code = main(sys.argv[1:]);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        "import sys; from pathlib import Path; from autopar.cli.main import main;"
+        "code = main(sys.argv[1:]);"
+        "lines = Path('/proc/self/status').read_text().splitlines();"
+        "print(next(line for line in lines if line.startswith('VmHWM')), file=sys.stderr);"
         "sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", text, *words], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    peak_gib = int(done.stderr.strip().splitlines()[-1]) / 1024**2
+    peak_gib = int(done.stderr.strip().splitlines()[-1].split()[1]) / 1024**2
     return json.loads(done.stdout), time.monotonic() - began, peak_gib
 
 
