@@ -1,4 +1,4 @@
-"""Find what a command line names: ``file.py:function`` or ``package.module:function``."""
+"""Find what a command line names: ``file.py:function``, ``package.module:function``, a preset."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar import presets
 from autopar.errors import InputError
 
 _FORMS = "file.py:function or package.module:function"
@@ -70,12 +71,19 @@ def load_model(target: str) -> LoadedModel:
     """Call the function that `target` names and check what it returns.
 
     Args:
-        target: See `load_object`; the function takes no arguments and returns ``(model, args,
-            kwargs)`` or a dict with ``model`` and optionally ``args``, ``kwargs``, ``loss_fn``.
+        target: The name of a preset (`autopar.presets`), or see `load_object`; the function takes
+            no arguments and returns ``(model, args, kwargs)`` or a dict with ``model`` and
+            optionally ``args``, ``kwargs``, ``loss_fn``.
 
     Raises:
         InputError: If the function cannot be found, fails, or returns something else.
     """
+    if target in presets.PRESETS:
+        return as_loaded_model(presets.build(target), target)
+    if ":" not in target:
+        raise InputError(
+            f"cannot read {target!r}", expected=f"{_FORMS}, or a preset {presets.similar(target)}"
+        )
     function = load_object(target)
     if not callable(function):
         raise InputError(f"{target} is a {type(function).__name__}", expected="a function")

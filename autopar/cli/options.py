@@ -20,7 +20,7 @@ STEERING = ("cluster", "mesh", "strategy", "constraints", *EXTRAS)
 """Options of `add_choices`."""
 MODEL_HELP = (
     "file.py:function or package.module:function; the function returns (model, args, kwargs) or a "
-    "dict with model, args, kwargs and loss_fn"
+    "dict with model, args, kwargs and loss_fn; or a preset such as gpt3-175b"
 )
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "autopar"
 # Low to high; rooms of one level do not see each other. The order is CONTRIBUTING.md's.
 LEVELS = (
     {"errors"},
-    {"registry", "units"},
+    {"registry", "units", "presets"},
     {"graph"},
     {"trace", "sharding", "schedules"},
     {"plan"},
