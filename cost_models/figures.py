@@ -186,9 +186,12 @@ class Table:
             ClusterError: If it is no number, not whole where it must be, or not plausible.
         """
         key = figure.key if key is None else key
-        value = self.entries.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or (figure.whole and value != int(value)):
+        value: object = self.entries.get(key)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or (figure.whole and value % 1 != 0)
+        ):
             raise ClusterError(
                 f"{figure.key} is {value!r}",
                 expected="a whole number" if figure.whole else "a number",

@@ -106,6 +106,7 @@ class NodeDefaults:
     """The usual machine around a device, for a cluster given by its short form.
 
     Attributes:
+        devices: Devices of such a node; a node with more or fewer has the rest in proportion.
         nics: Network cards per node.
         nic_bytes_per_s: Of one card, in one direction.
         network_latency_s: One hop of a collective over the network.
@@ -115,6 +116,7 @@ class NodeDefaults:
         nvme_write_bytes_per_s: Of all drives of a node together.
     """
 
+    devices: int
     nics: int
     nic_bytes_per_s: float
     network_latency_s: float
@@ -273,6 +275,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(key="latency_us", low=0, high=10000),
     ),
     "node": (
+        Figure(key="devices", low=1, high=1024, whole=True),
         Figure(key="nics", low=1, high=64, whole=True),
         Figure(key="nic_gbit_per_s", low=0.1, high=10000),
         Figure(key="network_latency_us", low=0.01, high=100000),
