@@ -18,19 +18,19 @@ from typing import Any
 from autopar.errors import ClusterError
 from autopar.units import GB, GIB, MIB, TB
 
-# End of a key -> (value of one unit in SI, end of the name of the loaded quantity).
-_UNITS: dict[str, tuple[float, str]] = {
-    "gb_per_s_per_direction": (GB, "bytes_per_s"),
-    "gbit_per_s": (GB / 8, "bytes_per_s"),
-    "gb_per_s": (GB, "bytes_per_s"),
-    "tb_per_s": (TB, "bytes_per_s"),
-    "tflop_per_s": (1e12, "flops_per_s"),
-    "top_per_s": (1e12, "flops_per_s"),
-    "usd_per_hour": (1.0, "usd_per_hour"),
-    "gib": (GIB, "bytes"),
-    "mib": (MIB, "bytes"),
-    "tb": (TB, "bytes"),
-    "us": (1e-6, "s"),
+# End of a key -> value of one unit in SI, end of the name of the loaded quantity, how to write it.
+_UNITS: dict[str, tuple[float, str, str]] = {
+    "gb_per_s_per_direction": (GB, "bytes_per_s", "GB/s in one direction"),
+    "gbit_per_s": (GB / 8, "bytes_per_s", "Gbit/s in one direction"),
+    "gb_per_s": (GB, "bytes_per_s", "GB/s"),
+    "tb_per_s": (TB, "bytes_per_s", "TB/s"),
+    "tflop_per_s": (1e12, "flops_per_s", "Tflop/s"),
+    "top_per_s": (1e12, "flops_per_s", "Top/s"),
+    "usd_per_hour": (1.0, "usd_per_hour", "US dollars per hour"),
+    "gib": (GIB, "bytes", "GiB (2**30 bytes)"),
+    "mib": (MIB, "bytes", "MiB (2**20 bytes)"),
+    "tb": (TB, "bytes", "TB (10**12 bytes)"),
+    "us": (1e-6, "s", "microseconds"),
 }
 # Ends that people write by mistake or for another unit; they only help to find what was meant.
 _OTHER_ENDS = (
@@ -78,13 +78,47 @@ class Figure:
         stem, unit = split_key(self.key)
         return "_".join(part for part in (stem, _UNITS[unit][1] if unit else "") if part)
 
+    @property
+    def unit(self) -> str:
+        """The unit of the key in words, empty for a count, a share or a factor."""
+        _, unit = split_key(self.key)
+        return _UNITS[unit][2] if unit else ""
+
     def to_si(self, value: float) -> float:
         """`value`, in the unit of the key, in SI; whole numbers and bytes stay whole."""
         _, unit = split_key(self.key)
         if not unit:
             return value
-        scale, ending = _UNITS[unit]
+        scale, ending, _ = _UNITS[unit]
         return round(value * scale) if ending == "bytes" else float(value * scale)
+
+    def read(self, value: object, *, where: str) -> float:
+        """`value`, in the unit of the key, in SI.
+
+        Args:
+            value: What was found.
+            where: Place it was found at, for messages.
+
+        Raises:
+            ClusterError: If it is no number, not whole where it must be, or not plausible.
+        """
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or (self.whole and value % 1 != 0)
+        ):
+            raise ClusterError(
+                f"{self.key} is {value!r}",
+                expected="a whole number" if self.whole else "a number",
+                where=where,
+            )
+        if not self.low <= value <= self.high:
+            raise ClusterError(
+                f"{self.key} is {value:g}, which is not plausible",
+                expected=f"from {self.low:g} to {self.high:g}{self.unit and ' ' + self.unit}",
+                where=where,
+            )
+        return int(value) if self.whole else self.to_si(value)
 
     def from_si(self, value: float) -> float:
         """The inverse of `to_si`: `value` in the unit of the key."""
@@ -127,8 +161,19 @@ class Table:
         path = ".".join(part for part in (self.path, key or "") if part)
         return f"{self.file}:{line}" + (f" ({path})" if path else "")
 
-    def check_keys(self, known: Iterable[str], required: Iterable[str] = ()) -> None:
+    def check_keys(
+        self,
+        known: Iterable[str],
+        required: Iterable[str] = (),
+        *,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
         """Refuse keys that are not `known`, and a table that lacks a `required` one.
+
+        Args:
+            known: Keys that may stand here.
+            required: Keys that must.
+            elsewhere: Keys that may not stand here, and where they belong.
 
         Raises:
             ClusterError: With the line, and the key that was probably meant.
@@ -136,11 +181,10 @@ class Table:
         known = tuple(known)
         for key in self.entries:
             if key not in known:
-                meant = _meant(key, known)
                 raise ClusterError(
                     f"unknown key {key!r}",
                     expected="one of " + ", ".join(known),
-                    fix=f"write {meant!r}" + _unit_note(key, meant) if meant else None,
+                    fix=_advice(key, known, elsewhere or {}),
                     where=self.where(key),
                 )
         missing = [key for key in required if key not in self.entries]
@@ -186,24 +230,15 @@ class Table:
             ClusterError: If it is no number, not whole where it must be, or not plausible.
         """
         key = figure.key if key is None else key
-        value: object = self.entries.get(key)
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or (figure.whole and value % 1 != 0)
-        ):
-            raise ClusterError(
-                f"{figure.key} is {value!r}",
-                expected="a whole number" if figure.whole else "a number",
-                where=self.where(key),
-            )
-        if not figure.low <= value <= figure.high:
-            raise ClusterError(
-                f"{figure.key} is {value:g}, which is not plausible",
-                expected=f"from {figure.low:g} to {figure.high:g}, in the unit that the key names",
-                where=self.where(key),
-            )
-        return int(value) if figure.whole else figure.to_si(value)
+        return figure.read(self.entries.get(key), where=self.where(key))
+
+
+def _advice(key: str, known: tuple[str, ...], elsewhere: Mapping[str, str]) -> str | None:
+    meant = _meant(key, known)
+    if meant:
+        return f"write {meant!r}" + _unit_note(key, meant)
+    meant = _meant(key, tuple(elsewhere))
+    return f"write {meant!r} under {elsewhere[meant]!r}" if meant else None
 
 
 def _meant(key: str, known: tuple[str, ...]) -> str | None:
@@ -225,7 +260,7 @@ def _unit_note(key: str, meant: str) -> str:
     """Says that the value must change with the key, where the stem is the same."""
     if _stem(key) != _stem(meant) or not split_key(meant)[1]:
         return ""
-    return f", and give the value in {split_key(meant)[1].replace('_per_', '/', 1)}"
+    return f", and give the value in {_UNITS[split_key(meant)[1]][2]}"
 
 
 def read_yaml(path: Path, *, kind: str) -> Table:

@@ -41,208 +41,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.cost_models.device import Device, Efficiency, Link, Machine, Rates, Source
 from autopar.cost_models.figures import Figure, Table, read_yaml
 from autopar.errors import ClusterError
 
+__all__ = [
+    "SECTIONS", "Device", "Efficiency", "Figures", "Link", "Machine", "Rates", "Source", "aliases",
+    "canonical_name", "device_names", "figure_at", "load_device", "override", "read_device",
+    "read_figures",
+]  # fmt: skip
+
 FOLDER = Path(__file__).parent / "devices"
+Figures = tuple[tuple[str, float], ...]
+"""``(section.key, value in the unit of the key)`` pairs."""
 _MARKS = ("prior:", "fitted on", "measured on")
-
-
-class Rates(Mapping[str, float]):
-    """A read-only, hashable mapping of names to numbers."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[str, float]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> float:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return f"Rates({self._items!r})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What joins a device to its neighbours, without leaving the domain of the link.
-
-    Attributes:
-        kind: ``"nvlink"``, ``"xgmi"``, ``"pcie"`` or ``"memory"``.
-        bytes_per_s: What one device can send, all its links together, in one direction.
-        peer_bytes_per_s: What one device can send to one other; less than `bytes_per_s` where
-            devices are wired pair by pair instead of through a switch.
-        latency_s: One hop of a collective: the step of a ring over the link.
-        start_s: What a collective takes before its first byte moves: launch and set-up.
-        domain_devices: The most devices that one domain of the link joins.
-        spans_nodes: Whether a domain may cover several nodes (NVL72).
-    """
-
-    kind: str
-    bytes_per_s: float
-    peer_bytes_per_s: float
-    latency_s: float
-    start_s: float
-    domain_devices: int
-    spans_nodes: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeDefaults:
-    """The usual machine around a device, for a cluster given by its short form.
-
-    Attributes:
-        devices: Devices of such a node; a node with more or fewer has the rest in proportion.
-        nics: Network cards per node.
-        nic_bytes_per_s: Of one card, in one direction.
-        network_latency_s: One hop of a collective over the network.
-        memory_bytes: Host memory of a node.
-        nvme_bytes: Local storage of a node; 0 where there is none.
-        nvme_read_bytes_per_s: Of all drives of a node together.
-        nvme_write_bytes_per_s: Of all drives of a node together.
-    """
-
-    devices: int
-    nics: int
-    nic_bytes_per_s: float
-    network_latency_s: float
-    memory_bytes: int
-    nvme_bytes: int
-    nvme_read_bytes_per_s: float
-    nvme_write_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """What real kernels reach; see the table in the module's docstring.
-
-    Shares are of the figure they belong to, factors multiply time, and `matmul_size` is in
-    elements.
-    """
-
-    matmul_share: float
-    matmul_size: float
-    misaligned_matmul: float
-    attention_share: float
-    misaligned_head: float
-    low_precision_share: float
-    grouped_matmul_share: float
-    convolution_share: float
-    memory_share: float
-    launch_s: float
-    link_share: float
-    network_share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where a figure comes from.
-
-    Attributes:
-        text: Datasheet and date, or ``prior:``, ``fitted on`` or ``measured on`` something.
-        low: Smallest plausible value in SI, where the figure states a range.
-        high: Largest plausible value in SI, where the figure states a range.
-    """
-
-    text: str
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def fitted(self) -> bool:
-        """Whether a fit set the value."""
-        return self.text.startswith("fitted on")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One device of the catalogue, in SI units.
-
-    Attributes:
-        name: Name in the catalogue.
-        kind: ``"gpu"`` or ``"cpu"``.
-        peak_flops_per_s: Number format (``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``,
-            ``"fp4"``, ``"int8"``, ``"fp64"``) to dense peak rate; formats the device lacks are
-            absent.
-        memory_bytes: Device memory as installed.
-        driver_bytes: What of it the driver keeps, before any process starts.
-        memory_bytes_per_s: Peak memory bandwidth.
-        link: The device-to-device link.
-        host_bytes_per_s: Link to the host, in one direction.
-        host_latency_s: One transfer over the link to the host.
-        node: The usual machine around it.
-        efficiency: What real kernels reach.
-        sources: Dotted figure, e.g. ``"memory.memory_gib"``, to its source.
-    """
-
-    name: str
-    kind: str
-    peak_flops_per_s: Mapping[str, float]
-    memory_bytes: int
-    driver_bytes: int
-    memory_bytes_per_s: float
-    link: Link
-    host_bytes_per_s: float
-    host_latency_s: float
-    node: NodeDefaults
-    efficiency: Efficiency
-    sources: Mapping[str, Source] = field(compare=False, repr=False, default_factory=dict)
-
-    @property
-    def usable_bytes(self) -> int:
-        """Device memory that processes can have."""
-        return self.memory_bytes - self.driver_bytes
-
-    def peak(self, number: str) -> float:
-        """Dense peak rate in flop/s for a number format or a torch dtype.
-
-        A format that the device lacks runs in the next wider one it has.
-
-        Args:
-            number: ``"bf16"``, ``"bfloat16"``, ``"float8_e4m3fn"``, ...
-
-        Raises:
-            ClusterError: If the format is unknown.
-        """
-        wanted = number.removeprefix("torch.")
-        wanted = _DTYPES.get(wanted, "fp8" if wanted.startswith("float8") else wanted)
-        if wanted not in _WIDER:
-            raise ClusterError(
-                f"unknown number format {number!r}", expected="one of " + ", ".join(_WIDER)
-            )
-        while wanted not in self.peak_flops_per_s:
-            wanted = _WIDER[wanted]
-        return self.peak_flops_per_s[wanted]
-
-
-_DTYPES = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "uint8": "int8",
-}
-# A format -> the next one that can stand in for it. Devices all have fp32; double precision
-# without a figure is taken as fp32, which flatters it.
-_WIDER = {
-    "fp4": "fp8", "fp8": "bf16", "int8": "fp16", "bf16": "fp32", "fp16": "fp32",
-    "tf32": "fp32", "fp64": "fp32", "fp32": "fp32",
-}  # fmt: skip
 
 
 def _share(key: str) -> Figure:
@@ -426,38 +242,74 @@ def _build(
         link=Link(**values["link"]),
         host_bytes_per_s=values["host"]["bytes_per_s"],
         host_latency_s=values["host"]["latency_s"],
-        node=NodeDefaults(**values["node"]),
+        node=Machine(**values["node"]),
         efficiency=Efficiency(**values["efficiency"]),
         sources=dict(origins),
     )
 
 
-def override(device: Device, table: Table) -> Device:
-    """`device` with the figures of `table` in place of its own.
+def figure_at(path: str) -> Figure:
+    """The figure called ``"section.key"``, such as ``"memory.bandwidth_tb_per_s"``.
+
+    Raises:
+        ClusterError: If there is no such figure.
+    """
+    section, _, key = path.partition(".")
+    for figure in SECTIONS.get(section, ()):
+        if figure.key == key:
+            return figure
+    known = [f"{name}.{figure.key}" for name, figures in SECTIONS.items() for figure in figures]
+    close = difflib.get_close_matches(path, known, n=1)
+    raise ClusterError(
+        f"unknown figure {path!r}",
+        expected='a section and a key of a device file, e.g. "memory.memory_gib"',
+        fix=f"did you mean {close[0]!r}?" if close else None,
+    )
+
+
+def read_figures(table: Table, sections: Iterable[str]) -> Figures:
+    """The figures that a cluster file gives instead of a device's own.
+
+    Args:
+        table: A mapping that may hold sections as in a device file, the values plain numbers.
+        sections: Keys of `table` to read.
+
+    Raises:
+        ClusterError: If a key or a value is wrong; with its line.
+    """
+    found: list[tuple[str, float]] = []
+    for section in sections:
+        part = table.table(section)
+        part.check_keys(figure.key for figure in SECTIONS[section])
+        for figure in SECTIONS[section]:
+            if figure.key in part:
+                part.number(figure)
+                found.append((f"{section}.{figure.key}", part.entries[figure.key]))
+    return tuple(found)
+
+
+def override(device: Device, figures: Figures, source: str) -> Device:
+    """`device` with other `figures`.
 
     Args:
         device: A device of the catalogue.
-        table: Sections and keys as in a device file, the values being plain numbers.
+        figures: ``(section.key, value in the unit of the key)`` pairs.
+        source: Where they come from.
 
     Raises:
-        ClusterError: If a section, a key or a value is wrong; with its line.
+        ClusterError: If there is no such figure, or its value is not plausible.
     """
-    table.check_keys(SECTIONS)
     origins = dict(device.sources)
-    for section in table:
-        part = table.table(section)
-        part.check_keys(figure.key for figure in SECTIONS[section])
-        changed = {
-            figure.name: part.number(figure) for figure in SECTIONS[section] if figure.key in part
-        }
-        for key in part:
-            old = origins.get(f"{section}.{key}")
-            origins[f"{section}.{key}"] = Source(
-                text=f"measured on this cluster: {part.where(key)}",
-                low=old.low if old else None,
-                high=old.high if old else None,
-            )
-        device = _replace_section(device, section, changed)
+    changed: dict[str, dict[str, float]] = {}
+    for path, value in figures:
+        figure = figure_at(path)
+        changed.setdefault(path.partition(".")[0], {})[figure.name] = figure.read(value, where=path)
+        old = origins.get(path)
+        origins[path] = Source(
+            text=source, low=old.low if old else None, high=old.high if old else None
+        )
+    for section, values in changed.items():
+        device = _replace_section(device, section, values)
     return dataclasses.replace(device, sources=origins)
 
 
