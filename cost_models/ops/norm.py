@@ -1,0 +1,249 @@
+"""Normalisations: fused kernels, and what the runtime does where statistics are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.cost_models.ops.call import OpCall, apply_cast, expansion, working_dtype
+from autopar.cost_models.tape.basic import apply, detach, only, reshape, total, view
+from autopar.cost_models.tape.tensors import Local, Shape
+
+_MUL, _SUB, _ADD = {1: "g0", 0: "g1"}, {1: "g", 0: ""}, {0: "", 1: ""}
+
+
+def fused(
+    call: OpCall,
+    op: str,
+    source: Local,
+    affine: Sequence[Local],
+    statistics: Sequence[tuple[str, Shape]],
+    dtype: str,
+    *,
+    reads: Sequence[Local] = (),
+    extra: Sequence[tuple[Shape, str]] = (),
+) -> list[Local]:
+    """One kernel forward that keeps input and statistics, one backward.
+
+    Args:
+        call: The call.
+        op: What to call it.
+        source: What is normalised.
+        affine: Weight and bias, as far as there are any.
+        statistics: Name and shape of each.
+        dtype: Of the statistics.
+        reads: What else both read.
+        extra: Shape and dtype of further results.
+    """
+    tape = call.tape
+    made = tape.emit_many(
+        op, "norm", (source, *affine, *reads),
+        [(source.shape, source.dtype), *((shape, dtype) for _, shape in statistics), *extra],
+        names=("value", *(name for name, _ in statistics)), flops=8 * source.numel,
+    )  # fmt: skip
+    out, kept = made[0], made[1 : 1 + len(statistics)]
+    if source.strides is not None and op == "batch_norm":
+        out.strides = source.strides
+
+    def backward(grads: list[Local | None]) -> Sequence[Local | None]:
+        grad = only(grads)
+        wanted = [(x.shape, x.dtype) if x.trains else None for x in (source, *affine)]
+        given = iter(
+            tape.emit_many(
+                op + "_backward",
+                "norm",
+                (grad, source, *kept, *affine, *reads),
+                wanted,
+                flops=11 * source.numel,
+                dtype=source.dtype,
+            )
+        )
+        return [next(given) if item is not None else None for item in wanted]
+
+    tape.record((out,), (source, *affine), backward)
+    return made
+
+
+@expansion("layer_norm native_layer_norm")
+def _layer_norm(call: OpCall) -> Sequence[Local]:
+    shape = call.arg(1, "normalized_shape", ())
+    assert isinstance(shape, tuple)
+    source, *affine = call.operands
+    first = source.ndim - len(shape)
+    axes = call.axes_of(call.letters_of(0, range(first, source.ndim)))
+    if axes:
+        return _layer_norm_split(call, first, axes)
+    rows = (*source.shape[:first], *(1 for _ in shape))
+    dtype = call.tape.implementation.statistics_dtype(source.dtype)
+    made = fused(call, "layer_norm", source, affine, [("mean", rows), ("rstd", rows)], dtype)
+    return made[: len(call.outputs)]
+
+
+def _layer_norm_split(call: OpCall, first: int, axes: tuple[int, ...]) -> Sequence[Local]:
+    tape = call.tape
+    source, *affine = call.operands
+    dims = range(first, source.ndim)
+    values = apply_cast(call, source, working_dtype(source.dtype))
+    mean, variance, centred = _moments(call, values, dims, axes)
+    scale = _inverse_root(call, variance)
+    again = apply(tape, "sub", (values, mean), values.dtype, _SUB)
+    del centred
+    result = apply(tape, "mul", (again, scale), values.dtype, _MUL)
+    for number, tensor in enumerate(affine):
+        rule = _MUL if number == 0 else _ADD
+        result = apply(tape, "affine", (result, tensor), result.dtype, rule)
+    result = apply_cast(call, result, source.dtype)
+    return (result,) if len(call.outputs) == 1 else (result, detach(mean), detach(scale))
+
+
+def _moments(
+    call: OpCall, values: Local, dims: Sequence[int], axes: tuple[int, ...]
+) -> tuple[Local, Local, Local]:
+    """Mean and variance over `dims` of all ranks' parts, and the centred values."""
+    tape, dtype = call.tape, values.dtype
+    summed = call.total(total(tape, values, tuple(dims), keepdim=True), axes)
+    mean = apply(tape, "div", (summed,), dtype, {0: "g"})
+    centred = apply(tape, "sub", (values, mean), dtype, _SUB)
+    square = apply(tape, "mul", (centred, centred), dtype, _MUL)
+    spread = call.total(total(tape, square, tuple(dims), keepdim=True), axes)
+    return mean, apply(tape, "div", (spread,), dtype, {0: "g"}), centred
+
+
+def _inverse_root(call: OpCall, variance: Local) -> Local:
+    shifted = apply(call.tape, "add", (variance,), variance.dtype, {0: ""})
+    return apply(call.tape, "rsqrt", (shifted,), variance.dtype, {0: "o g a_"})
+
+
+@expansion("rms_norm _fused_rms_norm")
+def _rms_norm(call: OpCall) -> Sequence[Local]:
+    shape = call.arg(1, "normalized_shape", ())
+    assert isinstance(shape, tuple)
+    tape = call.tape
+    source, *affine = call.operands
+    first = source.ndim - len(shape)
+    dims = tuple(range(first, source.ndim))
+    axes = call.axes_of(call.letters_of(0, dims))
+    rows = (*source.shape[:first], *(1 for _ in shape))
+    if not axes and tape.implementation.fused_rms_norm:
+        made = fused(call, "rms_norm", source, affine, [("rstd", rows)], "float32")
+        return made[: len(call.outputs)]
+    values = apply_cast(call, source, working_dtype(source.dtype))
+    dtype = values.dtype
+    if axes:
+        square = apply(tape, "mul", (values, values), dtype, _MUL)
+        square = total(tape, square, dims, keepdim=True)
+        square = call.total(apply(tape, "div", (square,), dtype, {0: "g"}), axes)
+    else:
+        square = apply(tape, "pow", (values,), dtype, {0: "0 _ g_"})
+        square = total(tape, square, dims, keepdim=True, op="mean")
+    scale = _inverse_root(call, square)
+    result = apply(tape, "mul", (values, scale), dtype, _MUL)
+    for tensor in affine:
+        result = apply(tape, "mul", (result, tensor), dtype, _MUL)
+    result = apply_cast(call, result, source.dtype)
+    return (result,) if len(call.outputs) == 1 else (result, detach(scale))
+
+
+@expansion("group_norm")
+def _group_norm(call: OpCall) -> Sequence[Local]:
+    source, *affine = call.operands
+    inside = [name for name in call.letters_of(0) if name not in ("n", "g")]
+    axes = call.axes_of(inside)
+    groups = int(call.number(1, "num_groups", 1)) // max(call.rank.group(call.axes_of("g")), 1)
+    groups = max(groups, 1)
+    if not axes:
+        rows = (source.shape[0], groups)
+        statistics = [("mean", rows), ("rstd", rows)]
+        return fused(call, "group_norm", source, affine, statistics, source.dtype)[:1]
+    tape = call.tape
+    values = apply_cast(call, source, working_dtype(source.dtype))
+    wide = reshape(
+        tape, values, (source.shape[0], groups, source.shape[1] // groups, *source.shape[2:])
+    )
+    mean, variance, _ = _moments(call, wide, tuple(range(2, wide.ndim)), axes)
+    centred = apply(tape, "sub", (wide, mean), wide.dtype, _SUB)
+    scale = _inverse_root(call, variance)
+    result = reshape(tape, apply(tape, "mul", (centred, scale), wide.dtype, _MUL), source.shape)
+    for number, tensor in enumerate(affine):
+        column = view(tape, tensor, (tensor.numel, *(1,) * (source.ndim - 2)))
+        rule = _MUL if number == 0 else _ADD
+        result = apply(tape, "affine", (result, column), result.dtype, rule)
+    return (apply_cast(call, result, source.dtype),)
+
+
+@expansion("_native_batch_norm_legit_functional batch_norm instance_norm")
+def _batch_norm(call: OpCall) -> Sequence[Local]:
+    source = call.operands[0]
+    given = [call.tensor(place, "") for place in range(1, 5)]
+    affine = [x for x in given[:2] if x is not None]
+    running = [x for x in given[2:] if x is not None]
+    training = bool(call.arg(5, "training", False)) or not running
+    channels: Shape = (source.shape[1],)
+    instance = call.base == "instance_norm"
+    dims = [d for d in range(source.ndim) if d != 1 and not (instance and d == 0)]
+    axes = call.axes_of(call.letters_of(0, dims)) if training else ()
+    there = tuple(axis for axis in axes if axis != call.rank.time)
+    if there:
+        return _batch_norm_split(call, affine, running, dims, axes)
+    rows = (source.shape[0] * channels[0],) if instance else channels
+    dtype = call.tape.implementation.statistics_dtype(source.dtype)
+    extra = [(x.shape, x.dtype) for x in running] if len(call.outputs) > 1 else []
+    statistics = [("mean", rows), ("rstd", rows)] if training else []
+    made = fused(call, "batch_norm", source, affine, statistics, dtype, reads=running, extra=extra)
+    return made[: len(call.outputs)]
+
+
+def _batch_norm_split(
+    call: OpCall,
+    affine: Sequence[Local],
+    running: Sequence[Local],
+    dims: Sequence[int],
+    axes: tuple[int, ...],
+) -> Sequence[Local]:
+    """Statistics over all ranks (`autopar.runtime.special.norm.batch_norm`)."""
+    tape = call.tape
+    source = call.operands[0]
+    values = apply_cast(call, source, working_dtype(source.dtype))
+    mean, variance, _ = _moments(call, values, dims, axes)
+    new = []
+    for before, now in zip(running, (mean, variance), strict=False):
+        seen = detach(now)
+        flat = Local((seen.numel,), seen.dtype, seen.memory)
+        fresh = tape.pointwise("mul", (flat,), flat.dtype)
+        kept = tape.pointwise("mul", (before,), before.dtype)
+        new.append(tape.pointwise("add", (kept, fresh), before.dtype))
+    scale = _inverse_root(call, variance)
+    centred = apply(tape, "sub", (values, mean), values.dtype, _SUB)
+    result = apply(tape, "mul", (centred, scale), values.dtype, _MUL)
+    for number, tensor in enumerate(affine):
+        column = view(tape, tensor, (1, tensor.numel, *(1,) * (source.ndim - 2)))
+        rule = _MUL if number == 0 else _ADD
+        result = apply(tape, "affine", (result, column), result.dtype, rule)
+    result = apply_cast(call, result, source.dtype)
+    if len(call.outputs) == 1:
+        return (result,)
+    flat = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
+    return (result, *flat, *new)
+
+
+@expansion("_weight_norm")
+def _weight_norm(call: OpCall) -> Sequence[Local]:
+    """``v * g / norm(v)``."""
+    direction, length = call.operands
+    tape = call.tape
+    dim = int(call.number(2, "dim", 0)) % direction.ndim
+    rows = tuple(size if d == dim else 1 for d, size in enumerate(direction.shape))
+    out, norm = tape.emit_many(
+        "weight_norm", "norm", (direction, length),
+        [(direction.shape, direction.dtype), (rows, direction.dtype)], names=("value", "norm"),
+    )  # fmt: skip
+
+    def backward(grads: list[Local | None]) -> Sequence[Local | None]:
+        grad = only(grads)
+        return tape.emit_many(
+            "weight_norm_backward", "norm", (grad, direction, length, norm),
+            [(direction.shape, direction.dtype), (length.shape, length.dtype)],
+        )  # fmt: skip
+
+    tape.record((out,), (direction, length), backward)
+    return (out,)

@@ -1,0 +1,1 @@
+"""A step of training computed on shapes alone: which op reads and makes which memory."""

@@ -1,0 +1,172 @@
+"""Live bytes over a program, as `autopar.runtime.programs.liveness` counts them.
+
+Equal layers stand in a program once, with a count. What happens to live bytes in one of them
+happens in each, so a count adds the net change of one for each of the others, and the high-water
+mark lies in the first or in the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from autopar.cost_models.tape.program import Program, Programs
+from autopar.cost_models.tape.tape import Transfer
+from autopar.cost_models.tape.tensors import Memory
+
+KINDS = ("saved", "boundary", "outputs", "buffers", "collective", "temporary")
+"""Kinds of memory that come and go in a program."""
+Bytes = Counter[str]
+_TEMPORARY, _COLLECTIVE = KINDS.index("temporary"), KINDS.index("collective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What one call of a program does to live bytes.
+
+    Attributes:
+        kind: Action kind of the program.
+        start: Bytes that are handed over, by kind.
+        peak: Bytes at the high-water mark, by kind.
+        end: Bytes that it leaves behind, by kind.
+        where: The op at the high-water mark, and the node it serves; empty for the start.
+    """
+
+    kind: str
+    start: Bytes
+    peak: Bytes
+    end: Bytes
+    where: str = ""
+
+
+def weight_of(memory: Memory, programs: Programs) -> int:
+    """For how many equal memories one stands: those of equal layers."""
+    calls = programs.taped.task.calls
+    step = memory.step
+    if step is None or not 0 <= step.origin < len(calls):
+        return 1
+    return calls[step.origin].count
+
+
+def summarise(programs: Programs, kind: str, held: Collection[Memory] = ()) -> Summary:
+    """Walk over a program.
+
+    Args:
+        programs: Programs of a stage.
+        kind: Which of them.
+        held: Memory that is handed over but kept by the caller, for a later program.
+    """
+    return _Walk(programs, programs.parts[kind], frozenset(held)).run()
+
+
+def summarise_stage(programs: Programs) -> dict[str, Summary]:
+    """Walk over all programs of a stage; what several of them read is kept until the last."""
+    later: set[Memory] = set()
+    found: dict[str, Summary] = {}
+    for kind in reversed(list(programs.parts)):
+        mine = set(programs.parts[kind].taken)
+        found[kind] = summarise(programs, kind, mine & later)
+        later |= mine
+    return {kind: found[kind] for kind in programs.parts}
+
+
+class _Walk:
+    def __init__(self, programs: Programs, program: Program, held: frozenset[Memory]) -> None:
+        self.programs, self.program, self.held = programs, program, held
+        self.calls = programs.taped.task.calls
+        self.live = [0] * len(KINDS)
+        self.peak = list(self.live)
+        self.top = 0
+        self.where = ""
+
+    def kind_of(self, memory: Memory) -> int:
+        program = self.program
+        found = program.given.get(memory) or program.taken.get(memory)
+        if found is not None:
+            return KINDS.index(found)
+        step = memory.step
+        moved = step is not None and isinstance(step.detail, Transfer)
+        return _COLLECTIVE if moved else _TEMPORARY
+
+    def run(self) -> Summary:
+        program = self.program
+        last = self._last_uses()
+        start: Bytes = Counter()
+        kinds: dict[Memory, int] = {}
+        for memory, name in program.taken.items():
+            if memory in self.held:
+                continue
+            size = memory.size_bytes * weight_of(memory, self.programs)
+            start[name] += size
+            kinds[memory] = self.kind_of(memory)
+            self.live[kinds[memory]] += size
+        self.peak, self.top = list(self.live), sum(self.live)
+        unread = [m for m in kinds if m not in last and m not in program.given]
+        for memory in unread:
+            self.live[kinds[memory]] -= memory.size_bytes * weight_of(memory, self.programs)
+        ends: dict[int, list[Memory]] = {}
+        for memory, place in last.items():
+            if memory not in program.given and memory not in self.held:
+                ends.setdefault(place, []).append(memory)
+        self._walk(kinds, ends)
+        end = Counter({name: size for name, size in zip(KINDS, self.live, strict=True) if size})
+        peak = Counter({name: size for name, size in zip(KINDS, self.peak, strict=True) if size})
+        return Summary(kind=program.kind, start=start, peak=peak, end=end, where=self.where)
+
+    def _last_uses(self) -> dict[Memory, int]:
+        last: dict[Memory, int] = {}
+        for place, run in enumerate(self.program.runs):
+            for memory in run.reads:
+                if memory.step is not None or memory in self.program.taken:
+                    last[memory] = place
+            for memory in run.writes:
+                last[memory] = place
+        return last
+
+    def _walk(self, kinds: dict[Memory, int], ends: dict[int, list[Memory]]) -> None:
+        live, runs = self.live, self.program.runs
+        place, count = 0, len(runs)
+        while place < count:
+            copy, times = self._copy(place)
+            stop = place + 1
+            while stop < count and self._copy(stop) == (copy, times):
+                stop += 1
+            before = list(live)
+            high, top, where = list(live), -1, ""
+            for here in range(place, stop):
+                run = runs[here]
+                for memory in run.writes:
+                    if memory not in kinds:
+                        kinds[memory] = self.kind_of(memory)
+                        live[kinds[memory]] += memory.size_bytes
+                total = sum(live)
+                if total > top:
+                    high, top, where = list(live), total, f"{run.step.op} {self._node(here)}"
+                for memory in ends.get(here, ()):
+                    if memory in kinds:
+                        live[kinds[memory]] -= memory.size_bytes
+            extra = [(times - 1) * (now - then) for now, then in zip(live, before, strict=True)]
+            self._look(high, where)
+            if times > 1:
+                self._look([a + b for a, b in zip(high, extra, strict=True)], where)
+                for kind, size in enumerate(extra):
+                    live[kind] += size
+            place = stop
+
+    def _look(self, live: list[int], where: str) -> None:
+        total = sum(live)
+        if total > self.top:
+            self.peak, self.top, self.where = live, total, where
+
+    def _copy(self, place: int) -> tuple[int, int]:
+        """Which copy of a repeated block a step is in, and for how many it stands."""
+        origin = self.program.runs[place].step.origin
+        if not 0 <= origin < len(self.calls):
+            return -1, 1
+        call = self.calls[origin]
+        return (call.copy, call.count) if call.count > 1 else (-1, 1)
+
+    def _node(self, place: int) -> str:
+        origin = self.program.runs[place].step.origin
+        return self.calls[origin].node.name if 0 <= origin < len(self.calls) else ""
