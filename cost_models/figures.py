@@ -35,7 +35,7 @@ _UNITS: dict[str, tuple[float, str, str]] = {
 # Ends that people write by mistake or for another unit; they only help to find what was meant.
 _OTHER_ENDS = (
     "gbps", "gb", "mb", "tib", "bytes", "bytes_per_s", "gib_per_s", "tbit_per_s", "ms", "ns", "s",
-    "flops_per_s", "gflop_per_s", "pflop_per_s", "tflops", "usd",
+    "flops_per_s", "gflop_per_s", "pflop_per_s", "tflops", "usd", "percent",
 )  # fmt: skip
 
 
@@ -244,14 +244,14 @@ def _advice(key: str, known: tuple[str, ...], elsewhere: Mapping[str, str]) -> s
 def _meant(key: str, known: tuple[str, ...]) -> str | None:
     """The known key with the same stem, else the one that looks most alike."""
     stem = _stem(key)
-    same = [candidate for candidate in known if stem and _stem(candidate) == stem]
+    same = [candidate for candidate in known if _stem(candidate) == stem]
     close = same or difflib.get_close_matches(key, known, n=1)
     return close[0] if close else None
 
 
 def _stem(key: str) -> str:
     for end in sorted((*_UNITS, *_OTHER_ENDS), key=len, reverse=True):
-        if key.lower().endswith("_" + end):
+        if f"_{key.lower()}".endswith("_" + end):
             return key.lower()[: -len(end) - 1]
     return key.lower()
 

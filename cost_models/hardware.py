@@ -179,22 +179,29 @@ def read_device(path: Path) -> Device:
     origins: dict[str, Source] = {}
     for section, figures in SECTIONS.items():
         part = table.table(section)
-        extra = _EXTRA.get(section, ())
+        extra = _WORDS if section == "link" else {}
         required = [figure.key for figure in figures if figure.required]
         part.check_keys((*(figure.key for figure in figures), *extra), (*required, *extra))
-        values[section] = {key: part.entries[key] for key in extra}
+        values[section] = {key: _read_word(part, key, extra[key]) for key in extra}
         for figure in figures:
             if figure.key in part:
                 value, origin = _read_figure(part, figure, known, section == "efficiency")
                 values[section][figure.name] = value
                 origins[f"{section}.{figure.key}"] = origin
-    name, kind = table.text("name"), table.text("kind")
-    if kind not in ("gpu", "cpu"):
-        raise ClusterError(f"kind is {kind!r}", expected="gpu or cpu", where=table.where("kind"))
-    return _build(name, kind, values, origins)
+    kind = _read_word(table, "kind", ("gpu", "cpu"))
+    return _build(table.text("name"), kind, values, origins)
 
 
-_EXTRA = {"link": ("kind", "spans_nodes")}
+# What a link has besides figures, and what that may be.
+_WORDS = {"kind": ("nvlink", "xgmi", "pcie", "memory"), "spans_nodes": (True, False)}
+
+
+def _read_word(part: Table, key: str, allowed: tuple[Any, ...]) -> Any:
+    value = part.entries[key]
+    if not isinstance(value, str | bool) or value not in allowed:
+        expected = " or ".join(str(word).lower() for word in allowed)
+        raise ClusterError(f"{key} is {value!r}", expected=expected, where=part.where(key))
+    return value
 
 
 def _read_figure(
@@ -216,15 +223,15 @@ def _read_figure(
     if not ranged:
         return value, Source(text=text)
     bounds = entry.entries["range"]
-    if not (isinstance(bounds, list) and len(bounds) == 2) or not (
-        bounds[0] <= entry.entries["value"] <= bounds[1]
-    ):
-        raise ClusterError(
-            f"range of {figure.key} is {bounds!r}",
-            expected="[low, high] around the value",
-            where=entry.where("range"),
-        )
-    return value, Source(text=text, low=figure.to_si(bounds[0]), high=figure.to_si(bounds[1]))
+    if isinstance(bounds, list) and len(bounds) == 2:
+        low, high = (figure.read(bound, where=entry.where("range")) for bound in bounds)
+        if low <= value <= high:
+            return value, Source(text=text, low=low, high=high)
+    raise ClusterError(
+        f"range of {figure.key} is {bounds!r}",
+        expected="[low, high] around the value",
+        where=entry.where("range"),
+    )
 
 
 def _build(
