@@ -114,7 +114,7 @@ class NodeGroup:
             if type(value) is not int or value < 1:
                 raise ClusterError(f"{name} is {value!r}", expected="a whole number from 1")
         device: object = self.device
-        if not isinstance(device, str) or not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", device):
+        if not isinstance(device, str) or not re.fullmatch(r"[A-Za-z][\w.\-]*", device):
             raise ClusterError(
                 f"device is {self.device!r}", expected='the name of a device, e.g. "H100-SXM"'
             )

@@ -10,6 +10,7 @@ its figure, which is how ``memory_gib: 85899345920`` is found.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from autopar.errors import ClusterError
 from autopar.units import GB, GIB, MIB, TB
 
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE]\d+")
 # End of a key -> value of one unit in SI, end of the name of the loaded quantity, how to write it.
 _UNITS: dict[str, tuple[float, str, str]] = {
     "gb_per_s_per_direction": (GB, "bytes_per_s", "GB/s in one direction"),
@@ -90,7 +92,10 @@ class Figure:
         if not unit:
             return value
         scale, ending, _ = _UNITS[unit]
-        return round(value * scale) if ending == "bytes" else float(value * scale)
+        if ending == "bytes":
+            return round(value * scale)
+        # Dividing by a million is exact where multiplying by 1e-6 is not.
+        return float(value * scale) if scale >= 1 else value / round(1 / scale)
 
     def read(self, value: object, *, where: str) -> float:
         """`value`, in the unit of the key, in SI.
@@ -312,7 +317,10 @@ def _convert(node: Any, loader: Any, file: str, path: str) -> Any:
             for index, item in enumerate(node.value)
         ]
     if node.id != "mapping":
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+        # YAML 1.1 reads 1e3 and 2.5e10 as text.
+        plain = isinstance(value, str) and not node.style
+        return float(value) if plain and _EXPONENT.fullmatch(value) else value
     entries: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:
