@@ -58,6 +58,7 @@ class Link:
             devices are wired pair by pair instead of through a switch.
         latency_s: One hop of a collective: the step of a ring over the link.
         start_s: What a collective takes before its first byte moves: launch and set-up.
+        all_to_all_start_s: The same of an all-to-all, which is made of sends.
         domain_devices: The most devices that one domain of the link joins.
         spans_nodes: Whether a domain may cover several nodes (NVL72).
     """
@@ -67,6 +68,7 @@ class Link:
     peer_bytes_per_s: float
     latency_s: float
     start_s: float
+    all_to_all_start_s: float
     domain_devices: int
     spans_nodes: bool
 

@@ -84,6 +84,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(key="peer_gb_per_s_per_direction", low=0.01, high=10000),
         Figure(key="latency_us", low=0.01, high=10000),
         Figure(key="start_us", low=0, high=100000),
+        Figure(key="all_to_all_start_us", low=0, high=100000),
         Figure(key="domain_devices", low=1, high=100000, whole=True),
     ),
     "host": (

@@ -57,11 +57,13 @@ class Span:
     Attributes:
         size: Ranks of the group.
         start_s: What a collective takes before its first byte moves.
+        all_to_all_start_s: The same of an all-to-all.
         hops: Levels that the group crosses, innermost first; none for a single rank.
     """
 
     size: int
     start_s: float
+    all_to_all_start_s: float
     hops: tuple[Hop, ...]
 
 
@@ -323,9 +325,14 @@ def _close_ring(crossings: list[_Crossing]) -> tuple[_Crossing, ...]:
 def _priced(cluster: ClusterSpec, patterns: Iterable[_Pattern]) -> tuple[Span, ...]:
     found: dict[Span, None] = {}
     for size, touched, crossings in patterns:
-        start_s = max(cluster.groups[index].hardware.link.start_s for index in touched)
-        hops = tuple(_hop(cluster, crossing, touched) for crossing in crossings)
-        found[Span(size=size, start_s=start_s, hops=hops)] = None
+        links = [cluster.groups[index].hardware.link for index in touched]
+        span = Span(
+            size=size,
+            start_s=max(link.start_s for link in links),
+            all_to_all_start_s=max(link.all_to_all_start_s for link in links),
+            hops=tuple(_hop(cluster, crossing, touched) for crossing in crossings),
+        )
+        found[span] = None
     return tuple(found)
 
 

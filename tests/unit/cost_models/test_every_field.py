@@ -37,6 +37,10 @@ def in_node(spec: ClusterSpec) -> float:
     return axis_price("all_reduce", PAYLOAD, spec, Mesh.parse("dp=2,tp=8"), ("tp",)).seconds
 
 
+def between_experts(spec: ClusterSpec) -> float:
+    return axis_price("all_to_all", PAYLOAD, spec, Mesh.parse("dp=2,ep=8"), ("ep",)).seconds
+
+
 def of_pair(spec: ClusterSpec) -> float:
     return send_prices(PAYLOAD, spec, Mesh.parse("pp=2,dp=8"), "pp")[0].seconds
 
@@ -100,6 +104,8 @@ FIELDS: dict[str, Field] = {
         lambda d: d.link.peer_bytes_per_s, 1e9, wired_pair, -1),
     "link.latency_us": Field(lambda d: d.link.latency_s, 1e-6, in_node, 1),
     "link.start_us": Field(lambda d: d.link.start_s, 1e-6, in_node, 1),
+    "link.all_to_all_start_us": Field(
+        lambda d: d.link.all_to_all_start_s, 1e-6, between_experts, 1),
     "link.domain_devices": Field(lambda d: d.link.domain_devices, 1, in_double_node, -1),
     "host.gb_per_s_per_direction": Field(lambda d: d.host_bytes_per_s, 1e9, in_halves, -1),
     "host.latency_us": Field(lambda d: d.host_latency_s, 1e-6, in_halves, 1),
