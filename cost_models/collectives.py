@@ -33,7 +33,7 @@ collective communication operations in MPICH", 2005, sections 3 and 4, and of NC
 (``src/graph/tuning.cc``: rings and double binary trees, whose bandwidth it takes as 0.92 of a
 ring's for twice the payload).
 
-Against measured tables, with the constants of the catalogue (``test_collective_tables.py``): vTrain
+Against measured tables, with one link share per device (``test_collective_tables.py``): vTrain
 all-reduce on 2 to 8 A100, 77 sizes, mean error 7.8 % (from 32 MiB 6.6 %); Galvatron on A100, 33
 sizes each, all-reduce 14 % (5.6 %), all-to-all 10 % (7.9 %); vTrain on 2, 3 and 8 V100 5.1 %
 (1.4 %), on 4 to 7 of them, whose wiring is irregular, 36 % (44 %); two nodes of eight with groups

@@ -37,7 +37,7 @@ class NodeShape:
     Attributes:
         devices: Devices per node.
         nodes: Number of nodes.
-        domain: Devices per domain of the link: a divisor-like part of a node, or of several whole
+        domain: Devices per domain of the link: those of a node, fewer, or those of several whole
             nodes.
     """
 
