@@ -154,15 +154,18 @@ def canonical_name(name: str) -> str:
     )
 
 
-@functools.cache
 def load_device(name: str) -> Device:
     """The device called `name`, an alias being as good.
 
     Raises:
         ClusterError: If there is no such device, or its file is malformed.
     """
-    device = canonical_name(name)
-    return read_device(FOLDER / f"{device}.yaml")
+    return _load(canonical_name(name))
+
+
+@functools.cache
+def _load(name: str) -> Device:
+    return read_device(FOLDER / f"{name}.yaml")
 
 
 def read_device(path: Path) -> Device:
