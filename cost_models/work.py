@@ -24,9 +24,16 @@ KernelKind = Literal[
     "copy",
     "random",
 ]
-Phase = Literal["forward", "recompute", "input_gradient", "weight_gradient"]
-"""When work is done. ``recompute`` is forward work that backward does again."""
-PHASES: tuple[Phase, ...] = ("forward", "recompute", "input_gradient", "weight_gradient")
+Phase = Literal["forward", "recompute", "input_gradient", "weight_gradient", "update"]
+"""When work is done. ``recompute`` is forward work that backward does again; ``update`` is what
+follows an optimizer step (ZeRO brings parameters back)."""
+PHASES: tuple[Phase, ...] = (
+    "forward",
+    "recompute",
+    "input_gradient",
+    "weight_gradient",
+    "update",
+)
 MoveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 

@@ -21,32 +21,35 @@ class Rank:
     """A rank's place on the mesh of a sharded graph.
 
     Attributes:
-        mesh: Its axes.
+        names: Names of its axes.
         grid: Their sizes and the rank's coordinate.
     """
 
-    mesh: Mesh
+    names: tuple[str, ...]
     grid: Grid
 
     @classmethod
     def of(cls, mesh: Mesh, coordinate: Sequence[int] | None = None) -> Rank:
         """The rank at `coordinate`; by default the first, which has the largest parts."""
         place = tuple(coordinate) if coordinate is not None else (0,) * len(mesh.shape)
-        return cls(mesh, Grid(mesh.shape, place))
+        return cls(mesh.names, Grid(mesh.shape, place))
 
     @property
     def time(self) -> int | None:
         """Index of the axis that runs over microbatches, None without."""
-        return 0 if self.mesh.names[:1] == (MICROBATCH,) else None
+        return 0 if self.names[:1] == (MICROBATCH,) else None
 
     @property
     def num_microbatches(self) -> int:
         """Size of that axis."""
-        return 1 if self.time is None else self.mesh.shape[0]
+        return 1 if self.time is None else self.grid.sizes[0]
 
     def group(self, axes: Iterable[int]) -> int:
         """Number of ranks that differ along `axes`."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        found, sizes = 1, self.grid.sizes
+        for axis in axes:
+            found *= sizes[axis]
+        return found
 
 
 @dataclass(slots=True)

@@ -172,7 +172,7 @@ def _grouped_mm(call: OpCall) -> Sequence[Local]:
 
     def product(reads: Sequence[Local], like: Local, order: tuple[int, int, int, int]) -> Local:
         out = matmul_step(
-            tape, "_grouped_mm", reads, like.shape, reads[0].dtype, order, "grouped_mm"
+            tape, "_grouped_mm", reads, like.shape, reads[0].dtype, order, "grouped_matmul"
         )
         tape.last().flops = flops
         return out

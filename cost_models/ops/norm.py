@@ -222,8 +222,8 @@ def _batch_norm_split(
     result = apply_cast(call, result, source.dtype)
     if len(call.outputs) == 1:
         return (result,)
-    flat = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
-    return (result, *flat, *new)
+    kept = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
+    return (result, *kept, *new)
 
 
 @expansion("_weight_norm")

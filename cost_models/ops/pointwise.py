@@ -71,8 +71,8 @@ _DERIVATIVES: dict[str, Derivative] = {}
 for _text, _names in _UNARY.items():
     _DERIVATIVES |= {name: {0: _text} for name in _names.split()}
 _DERIVATIVES |= {name: {} for name in _ZERO.split()}
-for _names, _derivative in _BINARY.items():
-    _DERIVATIVES |= dict.fromkeys(_names.split(), _derivative)
+for _names, _rule in _BINARY.items():
+    _DERIVATIVES |= dict.fromkeys(_names.split(), _rule)
 
 
 def _derivative(call: OpCall) -> Derivative:

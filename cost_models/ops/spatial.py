@@ -30,16 +30,15 @@ def _convolution(call: OpCall) -> Sequence[Local]:
     )
     reads = [source, weight] + ([bias] if bias is not None else [])
     out = tape.emit("convolution", "conv", reads, call.shape, call.dtype)
-    # A product per position and output channel (input channel, transposed); what torch counts.
+    # A product per position and weight: of the output, of the input where it is transposed.
+    spatial = weight.ndim - 2
     spread = source if transposed else out
-    batched = source.ndim == weight.ndim
-    batch = source.shape[0] if batched else 1
-    channels = source.shape[1 if batched else 0]
-    flops = 2 * batch * math.prod(spread.shape[-(weight.ndim - 2) :]) * weight.numel
-    positions = batch * math.prod(spread.shape[-(weight.ndim - 2) :])
-    inner = math.prod(weight.shape[1:])
-    groups = max(1, channels // weight.shape[0 if transposed else 1]) if not transposed else 1
-    sizes = Matmul(batch=groups, m=positions, n=max(1, weight.shape[0] // groups), k=inner)
+    positions = math.prod(spread.shape[-spatial:]) * math.prod(source.shape[: -spatial - 1])
+    channels = (out if transposed else source).shape[-spatial - 1]
+    groups = max(1, channels // weight.shape[1])
+    rows = max(1, weight.shape[0] // groups)
+    sizes = Matmul(batch=groups, m=positions, n=rows, k=math.prod(weight.shape[1:]))
+    flops = 2 * positions * weight.numel
     step = tape.last()
     step.flops, step.detail = flops, sizes
 

@@ -65,7 +65,8 @@ def summarise_stage(programs: Programs) -> dict[str, Summary]:
     later: set[Memory] = set()
     found: dict[str, Summary] = {}
     for kind in reversed(list(programs.parts)):
-        mine = set(programs.parts[kind].taken)
+        # What arrives is handed over to forward, which hands it on as a saved value.
+        mine = set(programs.parts[kind].taken) if kind != "F" else set()
         found[kind] = summarise(programs, kind, mine & later)
         later |= mine
     return {kind: found[kind] for kind in programs.parts}

@@ -6,7 +6,7 @@ into memory that is there anyway: a product writes there itself, any other gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.cost_models.tape.stage import Taped
@@ -64,12 +64,16 @@ class Programs:
         parts: Program by action kind.
         saved: What forward leaves for backward.
         resident: Memory of gradients of parameters that products write.
+        owners: Parameter whose gradient, or a part of it, a memory holds.
+        made_by: Kind of the program that finishes the gradient of a parameter.
     """
 
     taped: Taped
     parts: dict[str, Program]
     saved: tuple[Memory, ...]
     resident: frozenset[Memory]
+    owners: Mapping[Memory, str]
+    made_by: Mapping[str, str]
 
 
 def split(taped: Taped, recompute: Collection[str] = (), *, weight: bool = False) -> Programs:
@@ -121,12 +125,20 @@ class _Split:
             for step in rest:
                 second.add(step, "weight_gradient")
             parts["W"] = second.program
-        parts = {"F": self._forward(), **parts}
+        made_by = {
+            writes[memory]: kind
+            for kind, program in parts.items()
+            for run in program.runs
+            for memory in run.step.writes
+            if memory in writes
+        }
         return Programs(
             taped=taped,
-            parts=parts,
+            parts={"F": self._forward(), **parts},
             saved=tuple(self.saved),
             resident=frozenset(self.resident),
+            owners=writes,
+            made_by=made_by,
         )
 
     def _live(self, arriving: Iterable[Local], owned: dict[str, Local]) -> list[Step]:
@@ -166,19 +178,20 @@ class _Split:
             pending = [value.memory]
             while pending:
                 memory = pending.pop()
-                step = memory.step
-                once = count[memory] == 1 and step is not None and not step.forward
-                if once and step is not None and step.op == "add" and len(set(step.reads)) == 2:
-                    gone.add(step)
-                    pending += step.reads
-                    continue
+                maker = memory.step
                 writes.setdefault(memory, name)
-                if once and step is not None and step.op in PRODUCTS:
-                    self.resident.add(memory)
-                elif step is not None and not step.forward:
-                    copies.setdefault(step, []).append((memory, name))
-                else:
+                if maker is None or maker.forward:
                     front.append((memory, name))
+                elif count[memory] > 1:
+                    copies.setdefault(maker, []).append((memory, name))
+                elif maker.op == "add" and len(set(maker.reads)) == 2:
+                    del writes[memory]
+                    gone.add(maker)
+                    pending += maker.reads
+                elif maker.op in PRODUCTS:
+                    self.resident.add(memory)
+                else:
+                    copies.setdefault(maker, []).append((memory, name))
         kept: list[Step] = [_copy(memory, writes) for memory, _ in front]
         for step in steps:
             if step not in gone:
@@ -349,4 +362,7 @@ def _weight_steps(
         for memory in step.reads:
             known = leads.get(memory)
             leads[memory] = slot if known is None or known == slot else _MANY
+    # What an earlier program makes beside other things is put away there.
+    copies = [step for step in found if step.op == "copy_"]
+    found -= {step for step in copies if step.reads[0].step not in found}
     return found

@@ -111,6 +111,7 @@ class _Writer:
         self.moved: dict[tuple[str, Pair], Local] = {}
         self.arriving = frozenset(task.arriving)
         self.shapes: dict[tuple[Shape, object], Shape] = {}
+        self.makers: dict[str, int] = {}
 
     def run(self) -> Taped:
         task, taped = self.task, self.taped
@@ -179,8 +180,10 @@ class _Writer:
         key = (name, want)
         moved = self.moved.get(key)
         if moved is None:
+            # A reshard belongs to the value that it moves, as in a captured program.
+            here, self.tape.origin = self.tape.origin, self.makers.get(name, -1)
             moved = reshard(self.tape, self.rank, found, have, want, spec.shape)
-            self.moved[key] = moved
+            self.moved[key], self.tape.origin = moved, here
         return moved
 
     def emit(self, call: Call) -> None:
@@ -213,6 +216,7 @@ class _Writer:
             if result.maker is not None and not value.spec.requires_grad:
                 result = detach(result)
             self.local[value.name] = result
+            self.makers[value.name] = self.tape.origin
 
     def alias(self, name: str) -> str:
         return self.task.alias.get(name, name)

@@ -1,0 +1,424 @@
+"""What each stage of a plan asks of a rank: work, memory of its programs, parameters, messages.
+
+`stage_models` tapes every distinct stage once: stages of the same layers, placed alike, share one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from autopar.cost_models.buckets import (
+    FIRST_BYTES,
+    LIMIT_BYTES,
+    Bucket,
+    LocalParameter,
+    local_parameter,
+    make_buckets,
+    sync_moves,
+)
+from autopar.cost_models.implementation import Implementation
+from autopar.cost_models.kernels import kernels_of, moves_of, saved_of
+from autopar.cost_models.layout import KEPT, Layout, Placement
+from autopar.cost_models.ops.call import Rank
+from autopar.cost_models.tape.liveness import Summary, summarise_stage
+from autopar.cost_models.tape.program import Programs, split
+from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
+from autopar.cost_models.work import Move, StageWork
+from autopar.graph.blocks import Block
+from autopar.graph.ir import ITEM_BYTES, Graph
+from autopar.plan.plan import Plan
+from autopar.plan.stages import Stages
+from autopar.plan.strategies import split_axes
+from autopar.schedules.actions import Schedule
+from autopar.schedules.make import SCHEDULES, make_schedule
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.placement import PARTIAL, Pair
+from autopar.sharding.sharded import replicated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A value that passes between stages.
+
+    Attributes:
+        value: Its name.
+        source: The stage that makes it.
+        target: A stage that uses it.
+        size_bytes: Local bytes.
+        dtype: Its dtype.
+        gradient: Whether its gradient comes back.
+    """
+
+    value: str
+    source: int
+    target: int
+    size_bytes: int
+    dtype: str
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModel:
+    """One stage on one rank.
+
+    Stages of equal layers, placed alike, share all but messages; names are then those of the first.
+
+    Attributes:
+        index: Number of the stage.
+        work: What it computes, moves and keeps.
+        summaries: What a call of each of its programs does to live bytes, by action kind.
+        parameters: Its parameters.
+        buckets: How gradients lie together.
+        messages: What it receives from and sends to other stages.
+        buffer_bytes: Buffers that it holds.
+        constant_bytes: Constants that it holds.
+        programs: Its programs on shapes.
+    """
+
+    index: int
+    work: StageWork
+    summaries: Mapping[str, Summary]
+    parameters: tuple[LocalParameter, ...]
+    buckets: tuple[Bucket, ...]
+    messages: tuple[Message, ...]
+    buffer_bytes: int
+    constant_bytes: int
+    programs: Programs = field(repr=False)
+
+
+def stage_models(
+    placement: Placement,
+    plan: Plan,
+    loss: str | None,
+    implementation: Implementation,
+    *,
+    coordinate: Sequence[int] | None = None,
+    bucket_bytes: tuple[int, int] = (FIRST_BYTES, LIMIT_BYTES),
+) -> tuple[StageModel, ...]:
+    """All stages of a plan.
+
+    Args:
+        placement: How the plan places every value.
+        plan: The plan.
+        loss: Name of the loss; None for a graph without.
+        implementation: How ops are carried out.
+        coordinate: Place of the rank on the mesh of the sharded graph; by default that with the
+            largest parts.
+        bucket_bytes: Size at which the first, and any other, bucket of gradients is full.
+    """
+    return _Stages(
+        placement, plan, loss, implementation, Rank.of(placement.sharded.mesh, coordinate),
+        bucket_bytes,
+    ).all()  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _schedule(
+    name: str, ranks: int, microbatches: int, chunks: int, every: int, sync: bool
+) -> Schedule:
+    return make_schedule(
+        name, ranks, microbatches, chunks=chunks, update_every=every or None, vertical_sync=sync
+    )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan, without messages; made once for equal plans."""
+    part = plan.pipeline
+    return _schedule(
+        part.schedule, part.ranks(plan.mesh), part.microbatches, part.chunks, part.update_every,
+        part.vertical_sync,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Taped:
+    programs: Programs
+    summaries: dict[str, Summary]
+    work: StageWork
+    parameters: tuple[LocalParameter, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(slots=True)
+class _Folded:
+    """Nodes of a stage without the copies of blocks left out.
+
+    Attributes:
+        counts: For each node that stays, by index, how many it stands for.
+        alias: Value that a copy left out hands on to the one that stands for it.
+        like: Parameter of a copy left out to the one that stands for it.
+    """
+
+    counts: dict[int, int]
+    alias: dict[str, str] = field(default_factory=dict)
+    like: dict[str, str] = field(default_factory=dict)
+
+
+class _Stages:
+    def __init__(
+        self,
+        placement: Placement,
+        plan: Plan,
+        loss: str | None,
+        implementation: Implementation,
+        rank: Rank,
+        bucket_bytes: tuple[int, int],
+    ) -> None:
+        self.placement, self.plan, self.loss, self.rank = placement, plan, loss, rank
+        self.layout: Layout = placement.layout
+        self.graph: Graph = self.layout.graph
+        self.implementation, self.bucket_bytes = implementation, bucket_bytes
+        self.stages: Stages = self.layout.stages(plan.num_stages, plan.pipeline.cuts)
+        self.again = self.layout.recompute(plan.recompute)
+        self.splits = SCHEDULES[plan.pipeline.schedule].splits_backward
+        self.places = schedule_of(plan).stage_ranks
+        self.zero_axes = frozenset(
+            sub
+            for name, size in plan.mesh
+            if name in plan.zero.axes
+            for sub in split_axes(Mesh(((name, size),)))[0].names
+        )
+        self.known: dict[object, _Taped] = {}
+
+    def all(self) -> tuple[StageModel, ...]:
+        return tuple(self.stage(index) for index in range(self.stages.count))
+
+    def stage(self, index: int) -> StageModel:
+        folded = self.fold(self.stages.nodes[index])
+        task = self.task(index, folded)
+        key = self.signature(task)
+        taped = self.known.get(key)
+        if taped is None:
+            taped = self.known[key] = self.tape(task, folded)
+        messages = self.messages(index)
+        moves = (*taped.work.moves, *self.sends(index, messages))
+        return StageModel(
+            index=index,
+            work=replace(taped.work, stage=index, moves=moves),
+            summaries=taped.summaries,
+            parameters=taped.parameters,
+            buckets=taped.buckets,
+            messages=messages,
+            buffer_bytes=self.held(index, "buffer"),
+            constant_bytes=self.held(index, "constant"),
+            programs=taped.programs,
+        )
+
+    def tape(self, task: StageTask, folded: _Folded) -> _Taped:
+        taped = tape_stage(task, self.rank, self.implementation)
+        programs = split(taped, self.again, weight=self.splits)
+        parameters = self.parameters(task.index, folded, programs)
+        buckets = make_buckets(
+            parameters, self.uses(task.index), self.plan.zero.stage, self.rank,
+            first_bytes=self.bucket_bytes[0], limit_bytes=self.bucket_bytes[1],
+        )  # fmt: skip
+        moves = (
+            *moves_of(programs, self.rank),
+            *sync_moves(parameters, buckets, self.rank, self.plan.pipeline.axis),
+        )
+        work = StageWork(
+            stage=task.index,
+            kernels=kernels_of(programs),
+            moves=moves,
+            saved=saved_of(programs),
+        )
+        return _Taped(programs, summarise_stage(programs), work, parameters, buckets)
+
+    # What a stage computes
+
+    def task(self, index: int, folded: _Folded) -> StageTask:
+        graph, stages, placement = self.graph, self.stages, self.placement
+        sharded, indexes, members = placement.sharded, self.layout.indexes, self.layout.members
+        calls = []
+        for place, count in folded.counts.items():
+            like, member = indexes[place], members.get(place)
+            calls.append(
+                Call(
+                    node=graph.nodes[place],
+                    rule=sharded.factors.rules[like],
+                    choices=sharded.choices[like],
+                    placement=sharded.calls[like],
+                    count=count,
+                    copy=member.copy if member is not None else -1,
+                )
+            )
+        mine = set(stages.outputs[index])
+        whole = replicated(sharded.mesh)
+        buffers = dict.fromkeys(
+            out.value
+            for out in graph.outputs
+            if out.kind == "buffer" and out.value is not None and out.value in mine
+        )
+        return StageTask(
+            index=index,
+            calls=calls,
+            spec=graph.spec,
+            pair=placement.pair,
+            kinds=self.layout.kinds,
+            arriving=tuple(item.value for item in stages.received(index)),
+            leaving=tuple(item.value for item in stages.sent(index)),
+            loss=self.loss_of(index),
+            buffers=tuple((name, whole) for name in buffers),
+            alias=folded.alias,
+        )
+
+    def loss_of(self, index: int) -> tuple[str, Pair] | None:
+        """The loss, which may stay a partial sum over microbatches."""
+        if self.loss is None or self.stages.owner.get(self.loss) != index:
+            return None
+        forward = list(self.placement.pair(self.loss).forward)
+        if self.rank.time is not None:
+            forward[self.rank.time] = PARTIAL
+        return self.loss, Pair(tuple(forward), replicated(self.placement.sharded.mesh).gradient)
+
+    def fold(self, nodes: Sequence[int]) -> _Folded:
+        """Of copies of a block in a row the first, the second and the last, that are whole."""
+        layout = self.layout
+        folded = _Folded(dict.fromkeys(nodes, 1))
+        sizes: dict[int, dict[int, int]] = {}
+        for node in nodes:
+            member = layout.members.get(node)
+            if member is not None:
+                copies = sizes.setdefault(member.block, {})
+                copies[member.copy] = copies.get(member.copy, 0) + 1
+        for number, copies in sizes.items():
+            block = layout.blocks[number]
+            whole = [copy for copy, size in sorted(copies.items()) if size == block.size]
+            for run in self.runs(block, whole):
+                second, last = run[1], run[-1]
+                for place in block.nodes[second]:
+                    folded.counts[place] = len(run) - 2
+                for copy in run[2:-1]:
+                    for place in block.nodes[copy]:
+                        del folded.counts[place]
+                    folded.like.update(zip(block.inputs[copy], block.inputs[second], strict=True))
+                folded.alias.update(
+                    zip(block.outputs[last - 1], block.outputs[second], strict=True)
+                )
+        return folded
+
+    def runs(self, block: Block, copies: Sequence[int]) -> list[list[int]]:
+        """Runs of more than three copies in a row that backward treats alike."""
+        nodes = self.graph.nodes
+        found: list[list[int]] = []
+        before: tuple[bool, ...] = ()
+        for copy in copies:
+            mine = tuple([nodes[i].name in self.again for i in block.nodes[copy]])
+            if not found or before != mine or found[-1][-1] != copy - 1:
+                found.append([])
+            found[-1].append(copy)
+            before = mine
+        return [run for run in found if len(run) > KEPT]
+
+    def signature(self, task: StageTask) -> object:
+        """Equal for stages whose programs are equal but for names."""
+        layout, again, names = self.layout, self.again, self.layout.names
+        number: dict[str, int] = {}
+
+        def rename(name: str) -> int:
+            name = task.alias.get(name, name)
+            return number.setdefault(name, len(number))
+
+        body = []
+        for call in task.calls:
+            node = call.node
+            operands = tuple([rename(name) for name in node.operands])
+            for value in node.outputs:
+                rename(value.name)
+            like = layout.indexes[layout.positions[node.name]]
+            body.append((like, call.count, node.name in again, operands))
+        ends = (task.arriving, task.leaving, tuple([name for name, _ in task.buffers]))
+        roles = tuple(
+            [tuple([(rename(name), names.get(name, name)) for name in group]) for group in ends]
+        )
+        shared = tuple(
+            [
+                (names.get(name, name), self.stages.shared[name])
+                for name in self.stages.inputs[task.index]
+                if name in self.stages.shared
+            ]
+        )
+        return tuple(body), roles, task.loss is not None, shared
+
+    # What a stage holds and passes on
+
+    def parameters(
+        self, index: int, folded: _Folded, programs: Programs
+    ) -> tuple[LocalParameter, ...]:
+        names, shared = self.layout.names, self.stages.shared
+        known: dict[object, LocalParameter] = {}
+        found = []
+        for name in self.stages.inputs[index]:
+            if self.layout.kinds[name] != "parameter":
+                continue
+            made_by = programs.made_by.get(folded.like.get(name, name), "")
+            users = shared.get(name, (index,))
+            key = (names.get(name, name), made_by, users)
+            item = known.get(key)
+            if item is None:
+                item = known[key] = local_parameter(
+                    name, self.graph.spec(name), self.placement.pair(name), self.rank,
+                    made_by=made_by, zero_axes=self.zero_axes, users=len(users),
+                    places=len({self.places[user] for user in users}),
+                )  # fmt: skip
+            found.append(item if item.name == name else item.renamed(name))
+        return tuple(found)
+
+    def uses(self, index: int) -> list[str]:
+        """Parameters of a stage in the order of their first use in the graph."""
+        order = self.layout.uses
+        mine = self.stages.inputs[index]
+        return sorted((name for name in mine if name in order), key=order.__getitem__)
+
+    def messages(self, index: int) -> tuple[Message, ...]:
+        """Values that come to, or leave, a stage."""
+        found = []
+        for item in self.stages.boundaries:
+            for target in item.targets:
+                if index in (item.source, target):
+                    spec = self.graph.spec(item.value)
+                    pair = self.placement.pair(item.value)
+                    shape = self.rank.grid.local_shape(spec.shape, pair.forward)
+                    found.append(
+                        Message(
+                            value=item.value,
+                            source=item.source,
+                            target=target,
+                            size_bytes=math.prod(shape) * ITEM_BYTES[spec.dtype],
+                            dtype=spec.dtype,
+                            gradient=item.gradient,
+                        )
+                    )
+        return tuple(found)
+
+    def sends(self, index: int, messages: Sequence[Message]) -> list[Move]:
+        """What a stage sends to stages of other ranks, for one microbatch."""
+        found = []
+        for item in messages:
+            if self.places[item.source] == self.places[item.target]:
+                continue
+            ahead = item.source == index
+            if ahead or item.gradient:
+                found.append(
+                    Move(
+                        kind="send",
+                        size_bytes=item.size_bytes,
+                        axes=(self.plan.pipeline.axis,),
+                        group=2,
+                        phase="forward" if ahead else "input_gradient",
+                        node=item.value,
+                        dtype=item.dtype,
+                    )
+                )
+        return found
+
+    def held(self, index: int, kind: str) -> int:
+        """Local bytes of graph inputs of a kind that a stage reads."""
+        return sum(
+            self.graph.spec(name).size_bytes
+            for name in self.stages.inputs[index]
+            if self.layout.kinds[name] == kind
+        )
