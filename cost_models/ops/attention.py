@@ -11,7 +11,6 @@ from autopar.cost_models.ops.random import keep_mask, where_kept
 from autopar.cost_models.tape.basic import (
     apply,
     contiguous,
-    detach,
     expand,
     matmul_step,
     narrow,
@@ -72,7 +71,7 @@ def _as_the_runtime(
         causal = False
     if dropout > 0:
         return _dropped(call, (query, key, value), mask, dropout, grouped)
-    plain_call = query.ndim == 4 and not grouped and query.shape[-1] == value.shape[-1]
+    plain_call = query.ndim == 4 and query.shape[-1] == value.shape[-1]
     trained = mask is not None and mask.trains
     if plain_call and not trained and _unit_stride(query, key, value):
         if mask is not None and mask.dtype == "bool":
@@ -219,26 +218,8 @@ def _composite(
 
 
 def safe_softmax(tape: Tape, scores: Local) -> Local:
-    """Softmax of the last dim in which rows of minus infinity give zeros."""
-    out = tape.emit(
-        "_softmax", "softmax", (scores,), scores.shape, scores.dtype, flops=5 * scores.numel
-    )
-
-    def backward(grads: list[Local | None]) -> Sequence[Local | None]:
-        grad = only(grads)
-        return (
-            tape.emit(
-                "_softmax_backward_data", "softmax", (grad, out), scores.shape, grad.dtype,
-                flops=4 * scores.numel,
-            ),
-        )  # fmt: skip
-
-    tape.record((out,), (scores,), backward)
-    shown = detach(scores)
-    empty = tape.pointwise("eq", (shown,), "bool")
-    rows = (*scores.shape[:-1], 1)
-    empty = tape.emit("all", "reduction", (empty,), rows, "bool")
-    return apply(tape, "where", (empty, out), out.dtype, {1: "g0"})
+    """Softmax of the last dim in which rows of minus infinity give zeros; the result is kept."""
+    return _softmax(tape, scores, (scores,), "_safe_softmax")
 
 
 def _repeated(tape: Tape, value: Local, copies: int) -> Local:
@@ -346,19 +327,17 @@ def _scores(
     return out
 
 
-def _softmax(tape: Tape, scores: Local, reads: Sequence[Local]) -> Local:
-    out = tape.emit(
-        "masked_softmax", "softmax", reads, scores.shape, scores.dtype, flops=5 * scores.numel
-    )
+def _softmax(
+    tape: Tape, scores: Local, reads: Sequence[Local], op: str = "masked_softmax"
+) -> Local:
+    numel = scores.numel
+    out = tape.emit(op, "softmax", reads, scores.shape, scores.dtype, flops=5 * numel)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
-        return (
-            tape.emit(
-                "masked_softmax_backward", "softmax", (grad, out), scores.shape, grad.dtype,
-                flops=4 * scores.numel,
-            ),
-        )  # fmt: skip
+        reads = (grad, out)
+        shape = scores.shape
+        return (tape.emit(op + "_backward", "softmax", reads, shape, grad.dtype, flops=4 * numel),)
 
     tape.record((out,), (scores,), backward)
     return out

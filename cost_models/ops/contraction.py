@@ -163,7 +163,7 @@ def _bilinear(call: OpCall) -> Sequence[Local]:
 @expansion("grouped_mm_fallback _grouped_mm")
 def _grouped_mm(call: OpCall) -> Sequence[Local]:
     """Rows sorted by group, a matrix per group: ``s k, e k n -> s n``."""
-    source, weight = call.operands[:2]
+    source, weight, *ends = call.operands
     tape = call.tape
     (rows, k), (groups, _, n) = source.shape, weight.shape
     each = -(-rows // groups)
@@ -178,12 +178,16 @@ def _grouped_mm(call: OpCall) -> Sequence[Local]:
         return out
 
     like = Local((rows, n), call.dtype, source.memory)
-    out = product((source, weight), like, sizes)
+    out = product((source, weight, *ends), like, sizes)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
-        first = product((grad, weight), source, (groups, each, k, n)) if source.trains else None
-        second = product((source, grad), weight, (groups, k, n, each)) if weight.trains else None
+        first = (
+            product((grad, weight, *ends), source, (groups, each, k, n)) if source.trains else None
+        )
+        second = (
+            product((source, grad, *ends), weight, (groups, k, n, each)) if weight.trains else None
+        )
         return [first, second, *[None] * (len(call.operands) - 2)]
 
     tape.record((out,), call.operands, backward)
@@ -197,6 +201,8 @@ def _einsum(call: OpCall) -> Sequence[Local]:
     assert isinstance(equation, str)
     operands = _operands(call)
     terms, result = _terms(equation.replace(" ", ""), [x.ndim for x in operands])
+    for place, term in enumerate(terms):
+        operands[place], terms[place] = _diagonals(operands[place], term)
     counts: dict[str, int] = {}
     for term in terms:
         for letter in term:
@@ -214,6 +220,19 @@ def _einsum(call: OpCall) -> Sequence[Local]:
         letters = [letter for letter in letters if letter in result]
     out = permute(call.tape, left, [letters.index(letter) for letter in result])
     return (out,)
+
+
+def _diagonals(value: Local, letters: list[str]) -> tuple[Local, list[str]]:
+    """A view of the places where letters that occur twice agree."""
+    once = list(dict.fromkeys(letters))
+    if len(once) == len(letters):
+        return value, letters
+    strides = value.full_strides()
+    shape = tuple(value.shape[letters.index(x)] for x in once)
+    moved = tuple(
+        sum(stride for stride, y in zip(strides, letters, strict=True) if y == x) for x in once
+    )
+    return Local(shape, value.dtype, value.memory, moved), once
 
 
 def _terms(equation: str, ndims: list[int]) -> tuple[list[list[str]], list[str]]:
@@ -290,11 +309,13 @@ def _distances(call: OpCall) -> Sequence[Local]:
     if call.base == "cdist":
         tape.last().flops = 3 * out.numel * operands[0].shape[-1]
 
+    kept = (out,) if call.base in ("cdist", "cosine_similarity", "pairwise_distance") else ()
+
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
         return [
             tape.emit(
-                call.base + "_backward", "reduction", (grad, *operands, out), x.shape, grad.dtype,
+                call.base + "_backward", "reduction", (grad, *operands, *kept), x.shape, grad.dtype,
                 flops=3 * x.numel,
             )
             if x.trains

@@ -48,11 +48,12 @@ def fused(
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
         wanted = [(x.shape, x.dtype) if x.trains else None for x in (source, *affine)]
+        read_again = affine if op == "layer_norm" else affine[:1]
         given = iter(
             tape.emit_many(
                 op + "_backward",
                 "norm",
-                (grad, source, *kept, *affine, *reads),
+                (grad, source, *kept, *read_again, *reads),
                 wanted,
                 flops=11 * source.numel,
                 dtype=source.dtype,
@@ -222,8 +223,8 @@ def _batch_norm_split(
     result = apply_cast(call, result, source.dtype)
     if len(call.outputs) == 1:
         return (result,)
-    kept = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
-    return (result, *kept, *new)
+    shown = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
+    return (result, *shown, *new)
 
 
 @expansion("_weight_norm")

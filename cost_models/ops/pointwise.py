@@ -11,7 +11,7 @@ from autopar.cost_models.tape.tensors import Local
 # What backward reads, by the text of its ops (see `Derivative`).
 _UNARY = {
     "g": "neg negative deg2rad rad2deg",
-    "g0": "gelu silu log_sigmoid softplus elu celu selu hardtanh hardswish hardsigmoid mish "
+    "g0": "gelu silu softplus elu celu selu hardtanh hardswish hardsigmoid mish "
     "leaky_relu threshold softshrink hardshrink relu6 log logit",
     "go": "relu tanh sigmoid special_expit exp",
     "go _": "exp2 special_exp2",
@@ -44,7 +44,7 @@ _BINARY: dict[str, Derivative] = {
     "mul.Scalar div.Scalar true_divide.Scalar ldexp": {0: "g"},
     "div.Tensor_mode div.Scalar_mode": {},
     "pow.Tensor_Scalar float_power.Tensor_Scalar": {0: "0 _ g_"},
-    "pow.Scalar float_power.Scalar": {0: "o g_"},
+    "pow.Scalar float_power.Scalar": {0: "0o g_"},
     "pow.Tensor_Tensor float_power.Tensor_Tensor": {1: "0 o_ g_", 0: "1 0_ 1_ g_"},
     "atan2 arctan2": {1: "01 0_ g_", 0: "01 1_ g_"},
     "hypot": {1: "1o g_", 0: "0o g_"},
@@ -54,7 +54,7 @@ _BINARY: dict[str, Derivative] = {
         1: "01 g_",
         2: "02 g_",
     },
-    "logaddexp logaddexp2": {1: "1o _ g_", 0: "0o _ g_"},
+    "logaddexp logaddexp2": {1: "01 _ g_", 0: "01 _ g_"},
     "fmod remainder": {0: "", 1: "01 g_"},
     "copysign": {0: "0o g_"},
     "xlogy special_xlogy special_xlog1py": {0: "1 g_", 1: "01 g_"},
@@ -85,6 +85,8 @@ def _derivative(call: OpCall) -> Derivative:
     if name == "where" and overload != "self":
         # One branch is a number.
         return {1: "g0"} if len(call.operands) == 2 else {}
+    if len(call.operands) == 1 and 0 in found:  # the other operand, if any, is a number
+        return {0: "0 g_" if "1" in found[0] else found[0]}
     return found
 
 
@@ -157,6 +159,27 @@ def _glu(call: OpCall) -> Sequence[Local]:
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
         return (tape.emit("glu_backward", "elementwise", (grad, source), source.shape, grad.dtype),)
+
+    tape.record((out,), (source,), backward)
+    return (out,)
+
+
+@expansion("log_sigmoid")
+def _log_sigmoid(call: OpCall) -> Sequence[Local]:
+    """Keeps its input, on a CPU the exponential as well."""
+    (source,) = call.operands
+    tape = call.tape
+    results = [(source.shape, source.dtype)]
+    if tape.implementation.device == "cpu":
+        results.append((source.shape, source.dtype))
+    out, *buffer = tape.emit_many(
+        "log_sigmoid", "elementwise", (source,), results, names=("value", "exponential"),
+        flops=source.numel,
+    )  # fmt: skip
+
+    def backward(grads: list[Local | None]) -> Sequence[Local | None]:
+        grad = only(grads)
+        return (tape.pointwise("log_sigmoid_backward", (grad, source, *buffer), grad.dtype),)
 
     tape.record((out,), (source,), backward)
     return (out,)

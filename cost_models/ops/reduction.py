@@ -25,7 +25,7 @@ def _keepdim(call: OpCall, position: int = 2) -> bool:
 @expansion("sum nansum")
 def _sum(call: OpCall) -> Sequence[Local]:
     (source,) = call.operands
-    dims = call.dims(1, "dim") if call.node.op.endswith("dim_IntList") else range(source.ndim)
+    dims = range(source.ndim) if call.node.op == "aten.sum.default" else call.dims(1, "dim")
     keepdim = len(call.shape) == source.ndim
     if call.base == "nansum":
         source = apply(call.tape, "where", (source,), source.dtype, {0: "0 g_"})
@@ -51,8 +51,10 @@ def _mean(call: OpCall) -> Sequence[Local]:
 
 
 _KEEPING = """
-amax amin prod var std norm linalg_vector_norm linalg_norm frobenius_norm logsumexp nanmean
+amax amin prod std norm linalg_vector_norm linalg_norm frobenius_norm logsumexp nanmean var
 """
+_INPUT_ONLY = frozenset(("var", "var_mean", "nanmean"))
+"""Reductions whose gradient needs no result."""
 
 
 @expansion(_KEEPING)
@@ -66,10 +68,11 @@ def _keeping(call: OpCall) -> Sequence[Local]:
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
+        reads = (grad, source) if call.base in _INPUT_ONLY else (grad, source, out)
         return (
             tape.emit(
-                call.base + "_backward", "elementwise", (grad, source, out), source.shape,
-                grad.dtype, flops=3 * source.numel,
+                call.base + "_backward", "elementwise", reads, source.shape, grad.dtype,
+                flops=3 * source.numel,
             ),
         )  # fmt: skip
 
@@ -84,11 +87,13 @@ def _moments(call: OpCall) -> Sequence[Local]:
     made = tape.emit_many(call.base, "reduction", (source,), call.outputs, flops=4 * source.numel)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
-        reads = [grad for grad in grads if grad is not None]
+        reads = [source, *(grad for grad in grads if grad is not None)]
+        if call.base not in _INPUT_ONLY:
+            reads.append(made[0])
         return (
             tape.emit(
-                call.base + "_backward", "elementwise", (*reads, source, *made), source.shape,
-                source.dtype, flops=4 * source.numel,
+                call.base + "_backward", "elementwise", reads, source.shape, source.dtype,
+                flops=4 * source.numel,
             ),
         )  # fmt: skip
 
@@ -126,7 +131,9 @@ def _picking(call: OpCall) -> Sequence[Local]:
     sorts = call.base in ("sort", "topk", "median", "kthvalue", "mode")
     flops = source.numel * (max(1, math.ceil(math.log2(max(source.numel, 2)))) if sorts else 1)
     made = tape.emit_many(call.base, "reduction", (source,), results, flops=flops)
-    index = [x for x in made if not x.is_floating] or [source]
+    index = [x for x in made if not x.is_floating] or [source, *made]
+    if call.base in ("cummax", "cummin"):
+        index.append(source)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         reads = [grad for grad in grads if grad is not None]

@@ -100,23 +100,41 @@ def _unsqueezed(part: Local, dim: int) -> Shape | None:
 
 
 _COPIES = """
-repeat tile flip roll pad constant_pad_nd tril triu diag_embed unfold_copy pixel_shuffle
-pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d
-replication_pad1d replication_pad2d replication_pad3d slice_scatter select_scatter trace
-linalg_diagonal repeat_interleave
+repeat tile flip roll constant_pad_nd tril triu diag_embed unfold_copy pixel_shuffle
+pixel_unshuffle channel_shuffle slice_scatter select_scatter trace linalg_diagonal
+repeat_interleave
+"""
+_PADS = """
+reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+replication_pad3d
 """
 
 
+@expansion(_PADS)
+def _padded(call: OpCall) -> Sequence[Local]:
+    return copied(call, call.operands)
+
+
+@expansion("pad")
+def _pad(call: OpCall) -> Sequence[Local]:
+    constant = call.arg(2, "mode", "constant") in ("constant", "circular")
+    return copied(call, () if constant else call.operands)
+
+
 @expansion(_COPIES)
-def copied(call: OpCall) -> Sequence[Local]:
-    """A copy in other places; so is its gradient, for which nothing is kept."""
+def _copied(call: OpCall) -> Sequence[Local]:
+    return copied(call)
+
+
+def copied(call: OpCall, kept: Sequence[Local] = ()) -> Sequence[Local]:
+    """A copy in other places; so is its gradient, for which `kept` is read."""
     tape, operands = call.tape, call.operands
     out = tape.emit(call.base, "copy", operands, call.shape, call.dtype)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
         grad = only(grads)
         return [
-            tape.emit(call.base + "_backward", "copy", (grad,), operand.shape, grad.dtype)
+            tape.emit(call.base + "_backward", "copy", (grad, *kept), operand.shape, grad.dtype)
             if operand.trains
             else None
             for operand in operands

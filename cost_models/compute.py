@@ -1,0 +1,332 @@
+"""Seconds of kernels on a device: a roofline with efficiencies that depend on sizes.
+
+    product      max(flops / (peak * share / (1 + d (1/m + 1/n + 1/k))), bytes / bandwidth)
+                 times a factor where a side is no multiple of a tile
+    per head     max(flops / (peak * share * BATCHED_SHARE), bytes / bandwidth)
+                 times a factor where a head is no multiple of 8 features
+    attention    flops / (peak * share * f(head size, keys, direction, generation of the kernel))
+    all else     bytes / bandwidth
+
+Bandwidth is the device's times its share. A kernel takes no less than its launches; where the host
+computes as well, launches come on top. All is pure and works on columns: a fit prices thousands of
+kernels at once, with constants that may differ from kernel to kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from autopar.cost_models.device import Device
+from autopar.cost_models.work import Kernel, KernelKind, Phase
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Flags = NDArray[np.bool_]
+    Numbers = float | Floats
+
+Generation = Literal["flash1", "flash2", "flash3"]
+ATTENTION_SPEED: Mapping[Generation, float] = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.4}
+"""Rate of a generation of fused attention kernels against the second (arXiv 2307.08691, figure 5:
+1.6 to 2 times the first; 2407.08608: the third 1.5 to 2 times the second)."""
+ATTENTION_BACKWARD = 0.85
+"""Rate of the backward of fused attention against its forward (2307.08691, figures 4 and 6)."""
+HALF_RATE_HEAD = 64.0
+"""Head features at which fused attention loses half of what small heads can lose; a head of 128
+has the full rate, as in the share of the catalogue."""
+FULL_RATE_HEAD = 128.0
+SHORT_KEYS = 200.0
+"""Keys at which a row of attention takes as long to begin and end as to compute."""
+BATCHED_SHARE = 0.55
+"""Rate of many small products, one a head, against one large."""
+ODD_HEAD = 1.1
+"""Time factor of such products when a head is a multiple of 8 but not of 64 features."""
+TILE = 64
+"""Sides that are a multiple of it fill the tiles of a matrix product (NVIDIA, Matrix Multiplication
+Background User's Guide, section 3: 128 bytes)."""
+HEAD_TILE = 8
+"""The same of the features of a head, in 16-bit numbers 16 bytes."""
+
+MATMUL, BATCHED, GROUPED, CONVOLUTION, ATTENTION, STREAM = range(6)
+"""What decides the time of a kernel."""
+_KINDS: Mapping[KernelKind, int] = {
+    "matmul": MATMUL,
+    "grouped_matmul": GROUPED,
+    "conv": CONVOLUTION,
+    "attention": ATTENTION,
+}
+_BACKWARD: frozenset[Phase] = frozenset(("input_gradient", "weight_gradient"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Kernels as columns, one row each; sizes are those of one run.
+
+    Attributes:
+        kind: What decides the time.
+        backward: Whether it is part of backward.
+        flops: Floating point operations that are done: a fused kernel skips what a causal mask or a
+            window hides.
+        moved_bytes: Bytes read and written.
+        m: Rows of a product.
+        n: Columns.
+        k: What is summed over.
+        head_dim: Features of a head.
+        keys: Keys that a query may see.
+        launches: Device kernels.
+        count: Runs.
+        dtypes: Dtype of each.
+        phases: When each runs.
+    """
+
+    kind: NDArray[np.int64]
+    backward: Flags
+    flops: Floats
+    moved_bytes: Floats
+    m: Floats
+    n: Floats
+    k: Floats
+    head_dim: Floats
+    keys: Floats
+    launches: Floats
+    count: Floats
+    dtypes: tuple[str, ...]
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, kernels: Iterable[Kernel]) -> Columns:
+        """The columns of kernels."""
+        listed = list(kernels)
+        rows = np.array([_row(kernel) for kernel in listed], dtype=np.float64).reshape(-1, 11)
+        return cls(
+            kind=rows[:, 0].astype(np.int64),
+            backward=rows[:, 1] > 0,
+            flops=rows[:, 2],
+            moved_bytes=rows[:, 3],
+            m=rows[:, 4],
+            n=rows[:, 5],
+            k=rows[:, 6],
+            head_dim=rows[:, 7],
+            keys=rows[:, 8],
+            launches=rows[:, 9],
+            count=rows[:, 10],
+            dtypes=tuple(kernel.dtype for kernel in listed),
+            phases=tuple(kernel.phase for kernel in listed),
+        )
+
+    @property
+    def misaligned(self) -> Flags:
+        """Which products have a side that is no multiple of a tile."""
+        odd = np.zeros(len(self.kind), dtype=bool)
+        for side in (self.m, self.n, self.k):
+            odd |= np.mod(side, TILE) != 0
+        return odd & (self.kind == MATMUL)
+
+
+def _row(kernel: Kernel) -> tuple[float, ...]:
+    product, attention = kernel.matmul, kernel.attention
+    kind, flops = _KINDS.get(kernel.kind, STREAM), float(kernel.flops)
+    m = n = k = head_dim = keys = 1.0
+    if attention is not None:
+        head_dim, keys = attention.head_dim, attention.seq_k
+        flops *= seen_share(
+            attention.seq_q, attention.seq_k, causal=attention.causal, window=attention.window
+        )
+    elif product is not None:
+        m, n, k = product.m, product.n, product.k
+        head_dim = min(n, k)
+        if kind == MATMUL and product.batch > 1:
+            kind = BATCHED
+    elif kind != STREAM:
+        kind = STREAM
+    return (
+        kind, kernel.phase in _BACKWARD, flops, kernel.read_bytes + kernel.write_bytes, m, n, k,
+        head_dim, keys, kernel.launches, kernel.count,
+    )  # fmt: skip
+
+
+def seen_share(seq_q: int, seq_k: int, *, causal: bool, window: int = 0) -> float:
+    """Share of all pairs of a query and a key that a fused kernel looks at.
+
+    Args:
+        seq_q: Queries.
+        seq_k: Keys; the last query sees the last key.
+        causal: Whether keys after a query are hidden.
+        window: Keys that a query sees at most, 0 for no limit.
+    """
+    if not seq_q or not seq_k:
+        return 0.0
+    share = 0.5 if causal else 1.0
+    if window and window < seq_k:
+        # Of a causal triangle a band along the diagonal.
+        wide = window / seq_k
+        share = wide - wide * wide / 2 if causal else wide
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What kernels reach: one number for all, or one for each.
+
+    Attributes:
+        peak_flops_per_s: Dense peak rate for each kernel's numbers.
+        bytes_per_s: Peak memory bandwidth.
+        matmul_share: See `autopar.cost_models.hardware`, as for all that follow.
+        matmul_size: In elements; twice as many count in formats of half the width.
+        misaligned_matmul: Time factor.
+        attention_share: Share.
+        misaligned_head: Time factor.
+        grouped_matmul_share: Share.
+        convolution_share: Share.
+        memory_share: Share.
+        launch_s: Seconds.
+        attention_speed: Rate of the attention kernel against flash-attention 2.
+        element_factor: Bytes moved over those that the graph implies, except by products.
+        host_computes: Whether launches take the time of the device that computes.
+    """
+
+    peak_flops_per_s: Numbers
+    bytes_per_s: Numbers
+    matmul_share: Numbers
+    matmul_size: Numbers
+    misaligned_matmul: Numbers
+    attention_share: Numbers
+    misaligned_head: Numbers
+    grouped_matmul_share: Numbers
+    convolution_share: Numbers
+    memory_share: Numbers
+    launch_s: Numbers
+    attention_speed: Numbers = 1.0
+    element_factor: Numbers = 1.0
+    host_computes: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        device: Device,
+        columns: Columns,
+        *,
+        formats: Mapping[str, str] | None = None,
+        generation: Generation = "flash2",
+        element_factor: float = 1.0,
+    ) -> Speeds:
+        """What a device reaches.
+
+        Args:
+            device: The device.
+            columns: The kernels.
+            formats: Number format in which products of a dtype run if not in their own, such as
+                ``{"float32": "tf32"}`` or ``{"bfloat16": "fp8"}``.
+            generation: Of the attention kernel.
+            element_factor: See the attributes.
+        """
+        found, formats = device.efficiency, formats or {}
+        peaks, size = [], []
+        for dtype, kind in zip(columns.dtypes, columns.kind, strict=True):
+            narrow = formats.get(dtype, dtype) if kind in _PRODUCTS else dtype
+            low = narrow != dtype and narrow in ("fp8", "fp4")
+            peaks.append(device.peak(narrow) * (found.low_precision_share if low else 1.0))
+            size.append(2.0 if low else 1.0)
+        return cls(
+            peak_flops_per_s=np.array(peaks),
+            bytes_per_s=device.memory_bytes_per_s,
+            matmul_share=found.matmul_share,
+            matmul_size=found.matmul_size * np.array(size),
+            misaligned_matmul=found.misaligned_matmul,
+            attention_share=found.attention_share,
+            misaligned_head=found.misaligned_head,
+            grouped_matmul_share=found.grouped_matmul_share,
+            convolution_share=found.convolution_share,
+            memory_share=found.memory_share,
+            launch_s=found.launch_s,
+            attention_speed=ATTENTION_SPEED[generation],
+            element_factor=element_factor,
+            host_computes=device.kind == "cpu",
+        )
+
+
+_PRODUCTS = frozenset((MATMUL, GROUPED, CONVOLUTION))
+
+
+def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
+    """Seconds of all runs of every kernel.
+
+    Args:
+        columns: The kernels.
+        speeds: What they reach.
+    """
+    kind = columns.kind
+    bandwidth = np.asarray(speeds.bytes_per_s) * speeds.memory_share
+    moving = columns.moved_bytes / bandwidth
+    rate = np.asarray(speeds.peak_flops_per_s) * speeds.matmul_share
+    product = columns.flops / rate * _sides(columns, speeds)
+    product = np.where(kind == GROUPED, product / speeds.grouped_matmul_share, product)
+    product = np.where(kind == CONVOLUTION, product / speeds.convolution_share, product)
+    product = product * np.where(columns.misaligned, speeds.misaligned_matmul, 1.0)
+    per_head = np.maximum(columns.flops / (rate * BATCHED_SHARE), moving)
+    attention = np.asarray(speeds.peak_flops_per_s) * speeds.attention_share
+    attention = attention * speeds.attention_speed * _attention_rate(columns)
+    seconds = np.select(
+        [kind == ATTENTION, kind == BATCHED, kind == STREAM],
+        [
+            columns.flops / attention,
+            per_head * _head_factor(columns, speeds),
+            moving * speeds.element_factor,
+        ],
+        np.maximum(product, moving),
+    )
+    launches = columns.launches * speeds.launch_s
+    seconds = seconds + launches if speeds.host_computes else np.maximum(seconds, launches)
+    return np.asarray(seconds * columns.count, dtype=np.float64)
+
+
+def _sides(columns: Columns, speeds: Speeds) -> Floats:
+    """Time factor of a product whose sides fill tiles, waves and pipeline only in part."""
+    sides = 1 / columns.m + 1 / columns.n + 1 / columns.k
+    return np.asarray(1 + speeds.matmul_size * sides, dtype=np.float64)
+
+
+def _attention_rate(columns: Columns) -> Floats:
+    heads = columns.head_dim
+    wide = heads / (heads + HALF_RATE_HEAD) * (FULL_RATE_HEAD + HALF_RATE_HEAD) / FULL_RATE_HEAD
+    long = 1 / (1 + SHORT_KEYS / columns.keys)
+    return np.asarray(wide * long * np.where(columns.backward, ATTENTION_BACKWARD, 1.0))
+
+
+def _head_factor(columns: Columns, speeds: Speeds) -> Floats:
+    odd = np.mod(columns.head_dim, HEAD_TILE) != 0
+    half = ~odd & (np.mod(columns.head_dim, TILE) != 0)
+    return np.where(odd, speeds.misaligned_head, np.where(half, ODD_HEAD, 1.0))
+
+
+def device_seconds(
+    kernels: Sequence[Kernel],
+    device: Device,
+    *,
+    formats: Mapping[str, str] | None = None,
+    generation: Generation = "flash2",
+    element_factor: float = 1.0,
+) -> Floats:
+    """Seconds of all runs of each of `kernels` on a device; see `Speeds.of`.
+
+    Example:
+        >>> from autopar.cost_models.hardware import load_device
+        >>> from autopar.cost_models.work import Matmul
+        >>> product = Kernel(
+        ...     node="x", op="mm", kind="matmul", phase="forward", flops=2 * 4096**3,
+        ...     read_bytes=4 * 4096**2, write_bytes=2 * 4096**2, dtype="bfloat16",
+        ...     matmul=Matmul(batch=1, m=4096, n=4096, k=4096),
+        ... )
+        >>> bool(0.4e-3 < device_seconds([product], load_device("A100-80-SXM"))[0] < 0.8e-3)
+        True
+    """
+    columns = Columns.of(kernels)
+    speeds = Speeds.of(
+        device, columns, formats=formats, generation=generation, element_factor=element_factor
+    )
+    return seconds_of(columns, speeds)
