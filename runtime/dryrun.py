@@ -23,7 +23,7 @@ from autopar.errors import InputError, PlanError
 from autopar.graph.ir import TensorSpec
 from autopar.plan.build import apply_plan
 from autopar.plan.plan import Plan
-from autopar.runtime.dryrun_comm import Deliveries, DryCommunicator
+from autopar.runtime.dryrun_comm import DryCommunicator
 from autopar.runtime.dryrun_ledger import Ledger, Moment
 from autopar.runtime.dryrun_unit import DryUnit, Walker
 from autopar.runtime.engine import Engine
@@ -40,6 +40,7 @@ from autopar.runtime.programs.recording import RecordingCommunicator
 from autopar.runtime.programs.scratch import with_gloo_scratch
 from autopar.runtime.unit import StagePrograms, StageUnit, build_programs
 from autopar.schedules.actions import Action
+from autopar.schedules.deliveries import Deliveries
 from autopar.sharding.sharded import ShardedGraph
 from autopar.trace import Traced
 

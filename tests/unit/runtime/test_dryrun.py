@@ -23,12 +23,12 @@ from autopar.cli.main import main
 from autopar.errors import InputError
 from autopar.plan.build import make_plan
 from autopar.runtime.dryrun import DryRun, dry_run
-from autopar.runtime.dryrun_comm import Deliveries
 from autopar.runtime.dryrun_report import as_json, as_text
 from autopar.runtime.loader import load_model
 from autopar.runtime.tiny_gpt import GPT, GPTConfig
 from autopar.schedules.actions import SENDS, Action, Schedule
 from autopar.schedules.communicate import add_communication
+from autopar.schedules.deliveries import Deliveries
 from autopar.schedules.make import make_schedule
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced, trace
