@@ -25,6 +25,7 @@ from autopar.runtime.whole import Whole
 from autopar.schedules.actions import Action
 from autopar.sharding.placement import PARTIAL, REPLICATE, Shard
 from autopar.sharding.sharded import ShardedGraph, replicated
+from autopar.trace.compat import no_collection
 
 
 class Engine(Whole):
@@ -119,15 +120,16 @@ class Engine(Whole):
         self.execution.prepare_groups(self.context)
 
     def _programs(self, index: int, items: Sequence[Item]) -> StagePrograms:
-        return build_programs(
-            self.sharded,
-            self.context,
-            self.execution.task(index, self.context, self.buffer_outputs),
-            self.custom,
-            items,
-            self.execution.zero,
-            gradients=self.loss is not None,
-        )
+        with no_collection():
+            return build_programs(
+                self.sharded,
+                self.context,
+                self.execution.task(index, self.context, self.buffer_outputs),
+                self.custom,
+                items,
+                self.execution.zero,
+                gradients=self.loss is not None,
+            )
 
     def _unit(
         self, programs: StagePrograms, items: Sequence[Item], values: Mapping[str, Tensor]

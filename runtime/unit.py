@@ -29,6 +29,7 @@ from autopar.runtime.programs.zero import gather_parameters, gradient_buckets, s
 from autopar.schedules.actions import Schedule
 from autopar.sharding.placement import Pair
 from autopar.sharding.sharded import ShardedGraph
+from autopar.trace.compat import no_collection
 
 BACKWARD = ("B", "I", "W")
 # Ranks may be threads, and torch's tracer keeps global state.
@@ -356,7 +357,8 @@ class StageUnit:
                 self.count.done[kind] = 0
         key = (kind, first, last)
         if key not in self._compiled:
-            program = self.variant(kind, first=first, last=last)
+            with no_collection():
+                program = self.variant(kind, first=first, last=last)
             self._compiled[key] = Compiled(
                 run=self.compile(program),
                 inputs=program.inputs,

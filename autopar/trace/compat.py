@@ -80,8 +80,9 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """No cyclic garbage collection for a while.
 
-    Tracing makes tens of thousands of small long-lived objects, each batch of which would have
-    the collector walk everything that torch has loaded: a third of the time of a deep model.
+    A trace or a program is tens of thousands of small long-lived objects, each batch of which
+    would have the collector walk everything that torch has loaded: a third of the time of a deep
+    model.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -31,14 +31,36 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ _shift(value, 15)
 
 
-def _halves(value: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _wrap(value: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _mix_number(value: int) -> int:
+    """`_mix` of a number that is known beforehand: nothing to trace."""
+    value %= 2**32
+    value = (value ^ (value >> 16)) * _FIRST % 2**32
+    value = (value ^ (value >> 15)) * _SECOND % 2**32
+    return _wrap(value ^ (value >> 15))
+
+
+def _halves(value: int | Tensor, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
     """Low and high 32 bits as int32."""
-    if isinstance(value, Tensor):
-        whole = value.to(device, torch.int64)
-    else:
-        whole = torch.full((), value, dtype=torch.int64, device=device)
+    if not isinstance(value, Tensor):
+        return _wrap(value), _wrap(value >> 32)
+    whole = value.to(device, torch.int64)
     low, high = (whole << 32) >> 32, whole >> 32
     return low.to(torch.int32), high.to(torch.int32)
+
+
+def _salt(key: int, seed: int | Tensor, device: torch.device) -> int | Tensor:
+    low, high = _wrap(key), _wrap(key >> 32)
+    mixed = _mix_number(_mix_number(low) + high)
+    seed_low, seed_high = _halves(seed, device)
+    if isinstance(seed_low, Tensor):
+        return _mix(_mix(seed_low + mixed) + seed_high)
+    assert isinstance(seed_high, int)
+    return _mix_number(_mix_number(mixed + seed_low) + seed_high)
 
 
 def uniform(index: Tensor, key: int, seed: int | Tensor) -> Tensor:
@@ -49,16 +71,13 @@ def uniform(index: Tensor, key: int, seed: int | Tensor) -> Tensor:
         key: Which stream, a 64-bit signed integer.
         seed: Changes every step, a number or a 0-dim int64 tensor.
     """
-    device = index.device
-    key_low, key_high = _halves(key, device)
-    seed_low, seed_high = _halves(seed, device)
-    salt = _mix(_mix(_mix(key_low) + key_high) + seed_low)
-    salt = _mix(salt + seed_high)
+    salt = _salt(key, seed, index.device)
     if index.dtype == torch.int64:
         low, high = ((index << 32) >> 32).to(torch.int32), (index >> 32).to(torch.int32)
         mixed = _mix(_mix(high ^ salt) ^ low)
     else:
-        mixed = _mix(_mix(salt) ^ index)
+        start = _mix(salt) if isinstance(salt, Tensor) else _mix_number(salt)
+        mixed = _mix(index ^ start)
     bits = _shift(_mix(mixed + salt), 8)
     return bits.to(torch.float32) * 2.0**-24
 

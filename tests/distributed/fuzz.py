@@ -197,7 +197,7 @@ def run(
         return compare(ready, subject, want, thorough)
 
     try:
-        results = run_threads(sharded.mesh.size, rank, timeout_s=30.0)
+        results = run_threads(sharded.mesh.size, rank, timeout_s=120.0)
     except AutoparError as error:
         text = " ".join(str(error).split())
         return [Difference(rank=-1, name=f"failed: {text}", error=math.inf)], locals_.get(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -186,6 +187,7 @@ def directed(count: int, start: int, turns: Turns, result: Campaign) -> Iterator
 def share(count: int, start: int, turns: Turns) -> Campaign:
     """The part of a campaign that one process runs."""
     torch.set_num_threads(1)
+    gc.set_threshold(10_000, 20, 50)  # see tests/conftest.py
     result = Campaign(models=tuple(dict.fromkeys(turns)))
     return campaign(directed(count, start, turns, result), result)
 
