@@ -35,6 +35,9 @@ class DecoderConfig:
         expert_ffn: Inner features of an expert; `ffn` by default.
         shared_ffn: Inner features of the expert that all tokens visit; 0 for none.
         dense_layers: Blocks at the start that stay dense.
+        fused_qkv: Whether queries, keys and values are one projection (GPT-2, MPT, Megatron-LM).
+        fused_gate: Whether both projections up of SwiGLU are one (Megatron-LM).
+        dropout: Share of features, and of attention probabilities, dropped in training.
     """
 
     layers: int
@@ -57,6 +60,9 @@ class DecoderConfig:
     expert_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         filled = {

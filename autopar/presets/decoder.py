@@ -49,12 +49,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.heads, self.kv_heads, self.dropout = config.heads, config.kv_heads, config.dropout
         self.head_dim, self.positions = config.head_dim, config.positions
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q = nn.Linear(config.hidden, queries, bias=bool(config.qkv_bias))
-        self.k = nn.Linear(config.hidden, keys, bias=bool(config.qkv_bias))
-        self.v = nn.Linear(config.hidden, keys, bias=bool(config.qkv_bias))
+        bias = bool(config.qkv_bias)
+        self.fused = config.fused_qkv
+        if self.fused:
+            self.qkv = nn.Linear(config.hidden, queries + 2 * keys, bias=bias)
+        else:
+            self.q = nn.Linear(config.hidden, queries, bias=bias)
+            self.k = nn.Linear(config.hidden, keys, bias=bias)
+            self.v = nn.Linear(config.hidden, keys, bias=bias)
         self.out = nn.Linear(queries, config.hidden, bias=config.bias)
         self.q_norm = _norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(config, config.head_dim) if config.qk_norm else nn.Identity()
@@ -62,18 +67,32 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix the tokens of ``x`` (B, S, H)."""
         batch, seq, _ = x.shape
-        q = self.q_norm(self.q(x).view(batch, seq, self.heads, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.k(x).view(batch, seq, self.kv_heads, self.head_dim)).transpose(1, 2)
-        v = self.v(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = self._project(x)
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        v = v.transpose(1, 2)
         if self.positions == "rope":
             q, k = _rotate(q), _rotate(k)
-        shared = self.heads != self.kv_heads
-        if self.positions == "alibi":
-            bias = _alibi(self.heads, seq, q)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=shared)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        alibi = self.positions == "alibi"
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=_alibi(self.heads, seq, q) if alibi else None,
+            dropout_p=self.dropout if self.training else 0.0, is_causal=not alibi,
+            enable_gqa=self.heads != self.kv_heads,
+        )  # fmt: skip
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, S, N, D), keys and values (B, S, K, D)."""
+        batch, seq, _ = x.shape
+        queries, keys = (
+            (batch, seq, self.heads, self.head_dim),
+            (batch, seq, self.kv_heads, self.head_dim),
+        )
+        if not self.fused:
+            return self.q(x).view(queries), self.k(x).view(keys), self.v(x).view(keys)
+        share = self.heads // self.kv_heads
+        parts = self.qkv(x).view(batch, seq, self.kv_heads, share + 2, self.head_dim)
+        q, k, v = parts.split([share, 1, 1], dim=3)
+        return q.reshape(queries), k.reshape(keys), v.reshape(keys)
 
 
 class MLP(nn.Module):
@@ -81,12 +100,17 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden, ffn, bias=config.bias) if config.gated else None
-        self.up = nn.Linear(config.hidden, ffn, bias=config.bias)
+        self.fused, self.ffn = config.gated and config.fused_gate, ffn
+        alone = config.gated and not self.fused
+        self.gate = nn.Linear(config.hidden, ffn, bias=config.bias) if alone else None
+        self.up = nn.Linear(config.hidden, 2 * ffn if self.fused else ffn, bias=config.bias)
         self.down = nn.Linear(ffn, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform the features of ``x`` (B, S, H)."""
+        if self.fused:
+            gate, up = self.up(x).unflatten(-1, (2, self.ffn)).unbind(-2)
+            return self.down(F.silu(gate) * up)
         if self.gate is None:
             return self.down(F.gelu(self.up(x)))
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -142,11 +166,12 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
         self.attention = Attention(config)
         self.mlp = Experts(config) if sparse else MLP(config, config.ffn)
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``x`` of shape (B, S, H)."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.drop(self.attention(self.attention_norm(x)))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 class Decoder(nn.Module):
@@ -161,6 +186,7 @@ class Decoder(nn.Module):
             Block(config, bool(config.experts) and place >= config.dense_layers)
             for place in range(config.layers)
         )
+        self.drop = nn.Dropout(config.dropout)
         self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
@@ -179,6 +205,7 @@ class Decoder(nn.Module):
         x = self.tokens(tokens)
         if self.places is not None:
             x = x + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.drop(x)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))

@@ -41,7 +41,8 @@ class Preset:
 
 
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> DecoderConfig:
-    return DecoderConfig(layers=layers, hidden=hidden, heads=heads, **({"vocab": 50257} | more))
+    base: dict[str, Any] = {"vocab": 50257, "fused_qkv": True}
+    return DecoderConfig(layers=layers, hidden=hidden, heads=heads, **(base | more))
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> DecoderConfig:
@@ -54,8 +55,9 @@ def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> Decod
 def _mpt(layers: int, hidden: int, heads: int) -> DecoderConfig:
     # MPT has norms without bias; 13 features in ten thousand are not worth an option.
     return DecoderConfig(
-        layers=layers, hidden=hidden, heads=heads, vocab=50432, positions="alibi", bias=False
-    )
+        layers=layers, hidden=hidden, heads=heads, vocab=50432, positions="alibi", bias=False,
+        fused_qkv=True,
+    )  # fmt: skip
 
 
 _GPT3 = "arXiv 2005.14165, table 2.1"
@@ -205,8 +207,10 @@ def build(
     return _BUILDERS[preset.family](kwargs, batch, seq)
 
 
-def build_decoder(config: DecoderConfig, *, batch: int, seq: int) -> Example:
-    """A decoder on the meta device, in bfloat16, and one call with `batch` samples of `seq` tokens.
+def build_decoder(
+    config: DecoderConfig, *, batch: int, seq: int, dtype: str = "bfloat16"
+) -> Example:
+    """A decoder on the meta device, and one call with `batch` samples of `seq` tokens.
 
     Returns:
         ``(model, args, kwargs)``; the model returns its loss.
@@ -221,7 +225,7 @@ def build_decoder(config: DecoderConfig, *, batch: int, seq: int) -> Example:
             f"a sample has {seq} tokens, the model {config.context} positions",
             expected=f"at most {config.context}",
         )
-    model = _on_meta(lambda: Decoder(config))
+    model = _on_meta(lambda: Decoder(config), dtype)
     tokens = _integers(batch, seq)
     return model, (tokens, tokens), {}
 
@@ -231,12 +235,12 @@ def sized(config: DecoderConfig, context: int) -> DecoderConfig:
     return replace(config, context=context) if config.positions == "learned" else config
 
 
-def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def _on_meta(make: Callable[[], nn.Module], dtype: str = "bfloat16") -> nn.Module:
     import torch
 
     before = torch.get_default_dtype()
     # The default, not a later `.bfloat16()`: parameters may be fake tensors, which that refuses.
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             return make()

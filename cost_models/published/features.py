@@ -1,0 +1,212 @@
+"""The kernels of a job, from the traced graph of its preset.
+
+A model with one block of each kind is built on the meta device, traced, placed on the job's tensor
+ranks as its plan says and taped: what the ops then compute is sorted by the part of the model that
+asks for it. Jobs that differ only in depth, pipeline and data parallelism share a trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.cost_models.implementation import Implementation
+from autopar.cost_models.kernels import kernels_of, saved_of
+from autopar.cost_models.ops.call import Rank
+from autopar.cost_models.published import tables
+from autopar.cost_models.published.jobs import Job
+from autopar.cost_models.published.tables import Entry, entry_of
+from autopar.cost_models.software import SoftwareStack
+from autopar.cost_models.tape.program import split
+from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
+from autopar.graph.ir import Graph
+from autopar.plan.build import make_plan
+from autopar.presets.config import DecoderConfig
+from autopar.presets.registry import build_decoder
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.sharded import ShardedGraph
+
+
+@cache
+def implementation_of(stack: SoftwareStack) -> Implementation:
+    """What a stack's kernels mean for the work that a graph implies."""
+    return Implementation(
+        device="cuda",
+        attention="unfused" if stack.attention == "unfused" else "flash",
+        loss="fused" if stack.loss == "fused" else "torch",
+        dropout="native",
+        fused_rms_norm=stack.fused_norm,
+        compiled=stack.compiled,
+    )
+
+
+def entries_of(job: Job) -> tuple[Entry, ...]:
+    """The kernels of one rank of `job` for one microbatch: one block of each kind, and the ends."""
+    config = shallow(job)
+    found = _entries(
+        config,
+        job.micro_batch,
+        job.seq // job.cp,
+        job.tp,
+        job.sequence_parallel,
+        "float32" if job.dtype == "tf32" else "bfloat16",
+        implementation_of(job.stack),
+    )
+    return tuple(_spread(entry, job) for entry in found)
+
+
+def shallow(job: Job) -> DecoderConfig:
+    """The job's model with one block of each kind."""
+    config = job.config
+    kinds = 2 if config.experts and config.dense_layers else 1
+    config = replace(config, layers=kinds, dense_layers=min(config.dense_layers, kinds - 1))
+    return replace(config, dropout=0.1) if job.stack.dropout else config
+
+
+def _spread(entry: Entry, job: Job) -> Entry:
+    """An entry of a graph of local tokens as context, tensor and expert ranks make it.
+
+    A query meets the keys of all context ranks. Frameworks split every expert over the tensor
+    ranks, where the graph gives each rank experts of its own: the same work in other shapes. An
+    expert meets the tokens of all expert ranks: its products are longer, and a rank has fewer.
+    """
+    if entry.core and job.cp > 1:
+        return replace(entry, flops=entry.flops * job.cp, keys=entry.keys * job.cp)
+    if entry.kind != tables.GROUPED:
+        return entry
+    config = job.config
+    rows = job.micro_batch * (job.seq // job.cp) * config.top_k / config.experts
+    inner = (config.expert_ffn, 2 * config.expert_ffn)
+    sides = {}
+    for name in ("m", "n", "k"):
+        value = getattr(entry, name)
+        if value in inner:
+            sides[name] = value / job.tp
+        elif any(abs(value - found) <= max(1.0, 0.01 * found) for found in (rows, rows / job.tp)):
+            sides[name] = rows * job.ep
+    return replace(entry, **sides)
+
+
+@cache
+def _entries(
+    config: DecoderConfig,
+    batch: int,
+    seq: int,
+    tp: int,
+    sequence_parallel: bool,
+    dtype: str,
+    implementation: Implementation,
+) -> tuple[Entry, ...]:
+    graph = traced(config, batch, seq, dtype)
+    mesh = Mesh((("tp", tp),))
+    _, sharded = make_plan(graph, mesh, "megatron_sp" if sequence_parallel else "megatron")
+    taped = tape_stage(stage_task(sharded, config), Rank.of(sharded.mesh), implementation)
+    cores = {node.name for node in graph.nodes if "scaled_dot_product" in node.op}
+    found = []
+    for kernel in kernels_of(split(taped)):
+        core = kernel.node in cores
+        for part, digit in _DIGITS.items():
+            count = kernel.count // digit % _BASE
+            if count:
+                found.append(entry_of(replace(kernel, count=count), part, core))
+    return tuple(found)
+
+
+_BASE = 10**4
+_DIGITS = {
+    tables.FIRST: 1, tables.BLOCK: _BASE, tables.SPARSE: _BASE**2, tables.LAST: _BASE**3,
+}  # fmt: skip
+"""A node counts for its part's digit: equal kernels are summed, and digits tell them apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes that forward leaves for backward on one rank, for one microbatch.
+
+    Attributes:
+        block: Of one block.
+        scores: What of it is the core of attention: probabilities and masks.
+        inputs: Of the input of a block.
+        first: Of what comes before the blocks.
+    """
+
+    block: float
+    scores: float
+    inputs: float
+    first: float
+
+
+@cache
+def activations_of(job: Job) -> Activations:
+    """What the graph of a job saves for backward."""
+    config = shallow(job)
+    dtype = "float32" if job.dtype == "tf32" else "bfloat16"
+    seq = job.seq // job.cp
+    graph = traced(config, job.micro_batch, seq, dtype)
+    strategy = "megatron_sp" if job.sequence_parallel else "megatron"
+    _, sharded = make_plan(graph, Mesh((("tp", job.tp),)), strategy)
+    implementation = replace(implementation_of(job.stack), regather=job.sequence_parallel)
+    task = stage_task(sharded, config)
+    calls = tuple(replace(call, count=1) for call in task.calls)
+    programs = split(tape_stage(replace(task, calls=calls), Rank.of(sharded.mesh), implementation))
+    cores = {node.name for node in graph.nodes if "scaled_dot_product" in node.op}
+    parts = dict.fromkeys(_DIGITS, 0.0)
+    scores = 0.0
+    for item in saved_of(programs):
+        size = float(item.size_bytes * item.count)
+        parts[part_of(item.module, config)] += size
+        if item.node in cores and job.stack.attention == "unfused":
+            scores += size
+    kinds = int(parts[tables.BLOCK] > 0) + int(parts[tables.SPARSE] > 0)
+    width = 4 if dtype == "float32" else 2
+    inputs = job.micro_batch * seq * config.hidden * width
+    return Activations(
+        block=(parts[tables.BLOCK] + parts[tables.SPARSE]) / max(kinds, 1),
+        scores=scores,
+        inputs=inputs / (job.tp if job.sequence_parallel else 1),
+        first=parts[tables.FIRST],
+    )
+
+
+@cache
+def traced(config: DecoderConfig, batch: int, seq: int, dtype: str) -> Graph:
+    """The canonical graph of a decoder for a batch."""
+    from autopar.trace import trace  # imports torch, which reading rows does not need
+
+    config = replace(config, context=max(config.context, seq))
+    model, args, kwargs = build_decoder(config, batch=batch, seq=seq, dtype=dtype)
+    return trace(model, args, kwargs, None).graph
+
+
+def stage_task(sharded: ShardedGraph, config: DecoderConfig) -> StageTask:
+    """All of a sharded graph as one stage, each node counting for its part."""
+    graph, pairs = sharded.graph, sharded.pairs()
+    parts = zip(graph.nodes, sharded.factors.rules, sharded.choices, sharded.calls, strict=True)
+    loss = graph.outputs[0].value
+    assert loss is not None, "a decoder returns its loss"
+    return StageTask(
+        index=0,
+        calls=tuple(
+            Call(
+                node=node,
+                rule=rule,
+                choices=choices,
+                placement=placement,
+                count=_DIGITS[part_of(node.module, config)],
+            )
+            for node, rule, choices, placement in parts
+        ),
+        spec=graph.spec,
+        pair=pairs.__getitem__,
+        kinds={item.value.name: item.kind for item in graph.inputs},
+        loss=(loss, pairs[loss]),
+    )
+
+
+def part_of(module: str, config: DecoderConfig) -> int:
+    """The part of the model that the module at path `module` belongs to."""
+    if module.startswith("blocks."):
+        place = int(module.split(".")[1])
+        return tables.SPARSE if config.experts and place >= config.dense_layers else tables.BLOCK
+    first = module in ("tokens", "places", "drop")
+    return tables.FIRST if first else tables.LAST

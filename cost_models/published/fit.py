@@ -1,0 +1,217 @@
+"""Fit the constants of devices and stacks to the published rows, and say how good they are.
+
+``python -m autopar.cost_models.published.fit`` reruns everything: families are held out whole, in
+three folds, for several hash salts; each source is left out once; then all rows are fitted. With
+``--write`` the constants go into ``fitted.json`` and the device catalogue. Every run appends its
+scores to ``fit_log.jsonl``: a score that was looked at is a score that was fitted to, a little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopar.cost_models.hardware import FOLDER
+from autopar.cost_models.published.features import entries_of
+from autopar.cost_models.published.folds import FOLDS, SALTS, counts, distinct, family, fold
+from autopar.cost_models.published.jobs import Job, Unpriceable, read_job
+from autopar.cost_models.published.price import Batch
+from autopar.cost_models.published.priors import Parameter, Target, expand, parameters
+from autopar.cost_models.published.rows import Row, read_rows
+from autopar.cost_models.published.solve import solve
+from autopar.cost_models.published.stats import error_stats
+from autopar.cost_models.software import FITTED
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+LOG = Path(__file__).parent / "fit_log.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Rows that can be fitted.
+
+    Attributes:
+        jobs: Their jobs.
+        measured: Seconds per step.
+        families: Family of each.
+        batch: The jobs with their kernels.
+        found: What can be fitted on all of them.
+    """
+
+    jobs: tuple[Job, ...]
+    measured: Floats
+    families: tuple[str, ...]
+    batch: Batch
+    found: tuple[Parameter, ...]
+
+    def predict(self, logs: Sequence[float]) -> Floats:
+        """Seconds per step of every job."""
+        return self.batch.price(expand(self.found, logs)).step_s
+
+    def fit(self, places: Sequence[int]) -> list[float]:
+        """Logarithms of the parameters, fitted on the jobs at `places`."""
+        chosen = np.array(places, dtype=np.int64)
+
+        def residual(logs: Floats) -> Floats:
+            return np.log(self.predict(list(logs)) / self.measured)[chosen]
+
+        return list(solve(residual, self.found).logs)
+
+
+def load(rows: Sequence[Row]) -> Problem:
+    """The problem of those of `rows` that state plan, model and time, and count."""
+    kept: list[tuple[Row, Job]] = []
+    for row in rows:
+        if row.step_time_s is None or not counts(row):
+            continue
+        try:
+            job = read_job(row)
+        except Unpriceable:
+            continue
+        kept.append((row, job))
+    places = distinct([row for row, _ in kept], [job for _, job in kept])
+    jobs = tuple(kept[place][1] for place in places)
+    times = [kept[place][0].step_time_s for place in places]
+    families = tuple(map(family, jobs))
+    return Problem(
+        jobs=jobs, measured=np.array(times, dtype=np.float64), families=families,
+        batch=Batch(jobs, [entries_of(job) for job in jobs]), found=parameters(jobs, families),
+    )  # fmt: skip
+
+
+def held_out(problem: Problem, fold_of: Callable[[int], int], folds: int) -> Floats:
+    """Predictions for every job by constants that were fitted without its fold."""
+    predicted = np.zeros(len(problem.jobs))
+    numbers = np.array([fold_of(place) for place in range(len(problem.jobs))])
+    for number in range(folds):
+        logs = problem.fit(np.flatnonzero(numbers != number).tolist())
+        predicted = np.where(numbers == number, problem.predict(logs), predicted)
+    return predicted
+
+
+def score(problem: Problem, predicted: Floats) -> dict[str, Any]:
+    """Statistics over all jobs and by source and device."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, job in enumerate(problem.jobs):
+        groups[f"{job.group} {job.hardware.device.split('-')[0]}"].append(place)
+    everything = {"all": list(range(len(problem.jobs))), **dict(sorted(groups.items()))}
+    return {
+        name: error_stats(predicted[places].tolist(), problem.measured[places].tolist()).as_dict()
+        for name, places in everything.items()
+    }
+
+
+def sources_left_out(problem: Problem) -> dict[str, Any]:
+    """For every source: errors when it was never seen, raw and after one common factor."""
+    names = sorted({job.group for job in problem.jobs})
+    predicted = held_out(problem, lambda place: names.index(problem.jobs[place].group), len(names))
+    found = {}
+    for name in names:
+        places = [place for place, job in enumerate(problem.jobs) if job.group == name]
+        guess, truth = predicted[places], problem.measured[places]
+        factor = math.exp(float(np.median(np.log(guess / truth))))
+        raw = error_stats(guess.tolist(), truth.tolist())
+        scaled = error_stats((guess / factor).tolist(), truth.tolist())
+        found[name] = {"raw": raw.as_dict(), "one_factor": scaled.as_dict()}
+    return found
+
+
+def write_constants(values: Mapping[Target, float], stacks: Sequence[str], note: str) -> None:
+    """Put fitted constants where predictions read them.
+
+    All go into ``fitted.json``. Those of computation also go into the device catalogue; shares of
+    links and networks there are fitted on tables of collectives, which know them better.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}
+    for (owner, name), value in sorted(values.items()):
+        section = "stacks" if owner in stacks else "devices"
+        found[section].setdefault(owner, {})[name] = float(f"{value:.4g}")
+        if section == "devices" and name not in ("link_share", "network_share"):
+            _write_device(FOLDER / f"{owner}.yaml", name, value, note)
+    text = json.dumps({"fitted_on": note, **found}, indent=2)
+    FITTED.write_text(text + "\n", encoding="utf-8")
+
+
+def _write_device(path: Path, name: str, value: float, note: str) -> None:
+    key, scale = ("launch_us", 1e6) if name == "launch_s" else (name, 1.0)
+    pattern = re.compile(
+        rf"^(  {key}: {{value: )[^,]+(, range: \[[^\]]+\], source: )[^}}]*}}", re.MULTILINE
+    )
+    text = path.read_text(encoding="utf-8")
+    new, count = pattern.subn(rf'\g<1>{value * scale:.4g}\g<2>"fitted on {note}"}}', text)
+    assert count == 1, (path, name)
+    path.write_text(new, encoding="utf-8")
+
+
+def run(arguments: Sequence[str] | None = None, *, out: Callable[[str], Any] | None = None) -> None:
+    """Cross-validate, fit, report; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", metavar="FILE", help="rows of the schema of those that ship")
+    parser.add_argument("--write", action="store_true", help="store the constants")
+    parser.add_argument("--note", default="", help="what this run is for, for the log")
+    options = parser.parse_args(arguments)
+    say = out or sys.stdout.write
+    problem = load(read_rows(options.rows))
+    say(f"{len(problem.jobs)} rows, {len(set(problem.families))} families, "
+        f"{len(problem.found)} parameters\n")  # fmt: skip
+    scores: dict[str, Any] = {}
+    for salt in SALTS:
+
+        def of(place: int, salt: str = salt) -> int:
+            return fold(problem.families[place], salt)
+
+        scores[f"family folds, salt {salt}"] = score(problem, held_out(problem, of, FOLDS))
+    left_out = sources_left_out(problem)
+    logs = problem.fit(range(len(problem.jobs)))
+    scores["all rows"] = score(problem, problem.predict(logs))
+    for title, found in scores.items():
+        say(f"\n{title}\n{_lines(found)}")
+    say("\nsource never seen: mean error raw, after one factor\n")
+    for name, found in left_out.items():
+        raw, scaled = found["raw"]["mean_abs_error"], found["one_factor"]["mean_abs_error"]
+        say(f"  {name:28} {raw:6.1%} {scaled:6.1%}\n")
+    values = expand(problem.found, logs)
+    say("\nconstants\n")
+    for item, value in zip(problem.found, logs, strict=True):
+        say(f"  {item.name:40} {math.exp(value):10.4g}  prior {item.constant.prior:8.3g}\n")
+    if options.write:
+        stacks = sorted({job.stack.name for job in problem.jobs})
+        write_constants(values, stacks, f"{len(problem.jobs)} published rows")
+    entry = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"), "note": options.note,
+        "rows": len(problem.jobs), "written": options.write,
+        "mean_abs_error": {
+            title: found["all"]["mean_abs_error"] for title, found in scores.items()
+        },
+        "source_left_out": {k: v["raw"]["mean_abs_error"] for k, v in left_out.items()},
+    }  # fmt: skip
+    with LOG.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _lines(found: Mapping[str, Mapping[str, float]]) -> str:
+    return "".join(
+        f"  {name:28} n {stats['n']:4.0f}  mean {stats['mean_abs_error']:6.1%}  "
+        f"median {stats['median_abs_error']:6.1%}  p90 {stats['p90_abs_error']:6.1%}  "
+        f"max {stats['max_abs_error']:6.1%}  bias {stats['bias']:+6.1%}\n"
+        for name, stats in found.items()
+    )
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,243 @@
+"""Software stacks: what of a framework decides speed and memory, beside the plan.
+
+Kernels and defaults are facts about a release and are stated, not fitted. What is left, at most
+four constants a stack, is fitted on published rows; each has a prior, a range in which it stays
+plausible, and a meaning:
+
+=================  ==============================================================================
+time_factor        measured over modelled seconds of computation: what the stack's kernels and
+                   its host code add to those of the model
+overlap            share of the computation beside which data-parallel collectives can hide
+element_factor     bytes that pointwise kernels move over those that the graph implies: what is
+                   fused less, or more, than the model takes it to be
+reserved_factor    what its allocator holds over what its tensors need
+=================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from autopar.errors import InputError
+
+AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
+LossKernel = Literal["eager", "fused", "vocab_parallel", "compiled_vocab_parallel"]
+FITTED = Path(__file__).parent / "published" / "fitted.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A number that a fit may move.
+
+    Attributes:
+        prior: Value when nothing is known.
+        spread: Standard deviation of the logarithm that the prior allows.
+        low: Smallest plausible value.
+        high: Largest plausible value.
+        meaning: What it is.
+    """
+
+    prior: float
+    spread: float
+    low: float
+    high: float
+    meaning: str
+
+
+CONSTANTS: Mapping[str, Constant] = MappingProxyType({
+    "time_factor": Constant(
+        prior=1.03, spread=0.05, low=0.85, high=1.3,
+        meaning="measured over modelled seconds of computation",
+    ),
+    "overlap": Constant(
+        prior=0.75, spread=0.3, low=0.05, high=1.0,
+        meaning="share of computation beside which data-parallel collectives can hide",
+    ),
+    "element_factor": Constant(
+        prior=1.2, spread=0.3, low=0.5, high=2.5,
+        meaning="bytes moved by pointwise kernels over those of the graph",
+    ),
+    "reserved_factor": Constant(
+        prior=1.08, spread=0.05, low=1.0, high=1.35,
+        meaning="bytes the allocator holds over bytes of live tensors",
+    ),
+})  # fmt: skip
+"""The constants that are fitted per stack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareStack:
+    """A training framework at about one time of its history.
+
+    Attributes:
+        name: Its name.
+        attention: Attention kernel.
+        loss: Cross-entropy kernel: ``eager`` makes float32 logits and their gradient, ``fused``
+            works in place, ``vocab_parallel`` splits the vocabulary over tensor ranks, and its
+            compiled form keeps more of it.
+        compiled: Whether pointwise ops are fused by a compiler.
+        fused_qkv: Whether queries, keys and values are one product.
+        fused_gate: Whether both halves of SwiGLU are one product.
+        fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
+        low_gather: Whether sharded weights are gathered in fp8 where products are in fp8.
+        dropout: Whether models train with dropout (random numbers, masks).
+        gradient_bytes: Bytes of an element of a gradient as data-parallel ranks sum it.
+        context_bytes: Memory outside of the allocator: CUDA context, libraries, NCCL buffers.
+        bucket_bytes: Buffers in which gradients are gathered to be reduced.
+        time_factor: See the module.
+        overlap: See the module.
+        element_factor: See the module.
+        reserved_factor: See the module.
+        fitted: Which of the constants a fit may move.
+        source: Where the facts are from.
+    """
+
+    name: str
+    attention: AttentionKernel = "flash2"
+    loss: LossKernel = "eager"
+    compiled: bool = False
+    fused_qkv: bool = False
+    fused_gate: bool = False
+    fused_norm: bool = True
+    low_gather: bool = False
+    dropout: bool = False
+    gradient_bytes: int = 2
+    context_bytes: int = 1_500_000_000
+    bucket_bytes: int = 0
+    time_factor: float = CONSTANTS["time_factor"].prior
+    overlap: float = CONSTANTS["overlap"].prior
+    element_factor: float = CONSTANTS["element_factor"].prior
+    reserved_factor: float = CONSTANTS["reserved_factor"].prior
+    fitted: tuple[str, ...] = tuple(CONSTANTS)
+    source: str
+
+    def constants(self) -> dict[str, float]:
+        """The fitted constants by name."""
+        return {name: getattr(self, name) for name in CONSTANTS}
+
+
+_STACKS = (
+    SoftwareStack(
+        name="autopar", attention="flash2", loss="eager", compiled=True,
+        source="this package: programs compiled per stage, buckets overlapped with backward",
+    ),
+    SoftwareStack(
+        name="megatron-deepspeed", attention="unfused", loss="vocab_parallel",
+        fused_qkv=True, fused_gate=True,
+        dropout=True, bucket_bytes=1_000_000_000, overlap=0.0,
+        fitted=("time_factor", "element_factor", "reserved_factor"),
+        source="microsoft/Megatron-DeepSpeed 2021-22 with Megatron's schedules: fused softmax, "
+        "bias-gelu and bias-dropout-add; gradients are summed after backward",
+    ),
+    SoftwareStack(
+        name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",
+        fused_qkv=True, fused_gate=True,
+        dropout=True, bucket_bytes=1_000_000_000, overlap=0.0,
+        fitted=("time_factor", "element_factor", "reserved_factor"),
+        source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
+        "after backward",
+    ),
+    SoftwareStack(
+        name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True,
+        source="mosaicml/llm-foundry 2023: flash or Triton attention, fused cross entropy",
+    ),
+    SoftwareStack(
+        name="mcore", attention="flash2", loss="vocab_parallel",
+        fused_qkv=True, fused_gate=True,
+        gradient_bytes=4,
+        source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine; NeMo, FlagScale",
+    ),
+    SoftwareStack(
+        name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
+        fused_norm=False, low_gather=True,
+        source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows",
+    ),
+    SoftwareStack(
+        name="internevo", attention="flash2", loss="fused",
+        fused_qkv=True,
+        source="InternLM/InternEvo: flash attention, fused norms, cross entropy and rotary",
+    ),
+    SoftwareStack(
+        name="paddle", attention="flash1", loss="vocab_parallel", dropout=True,
+        fused_qkv=True,
+        source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention",
+    ),
+    SoftwareStack(
+        name="fms-fsdp", attention="flash2", loss="eager", compiled=True,
+        source="foundation-model-stack/fms-fsdp: FSDP1, compiled, bfloat16 reductions",
+    ),
+    SoftwareStack(
+        name="sailor", attention="unfused", loss="vocab_parallel", fused_qkv=True,
+        gradient_bytes=4, dropout=True,
+        source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32",
+    ),
+    SoftwareStack(
+        name="deepspeed-hf", attention="flash2", loss="fused",
+        source="DeepSpeed with Hugging Face models and Liger kernels",
+    ),
+    SoftwareStack(
+        name="alpa", attention="unfused", loss="eager", compiled=True,
+        source="alpa-projects/alpa on XLA, OSDI 2022 artifact",
+    ),
+)  # fmt: skip
+
+
+@cache
+def stacks() -> Mapping[str, SoftwareStack]:
+    """The known stacks by name, with their fitted constants.
+
+    Raises:
+        InputError: If the fitted constants that ship name something unknown.
+    """
+    found = {stack.name: stack for stack in _STACKS}
+    for name, values in fitted_constants()["stacks"].items():
+        found[name] = with_constants(stack(name, found), values)
+    return MappingProxyType(found)
+
+
+@cache
+def fitted_constants() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """What the last fit stored: ``devices`` and ``stacks``, by name and constant."""
+    if not FITTED.is_file():
+        return {"devices": {}, "stacks": {}}
+    found = json.loads(FITTED.read_text(encoding="utf-8"))
+    return {key: found[key] for key in ("devices", "stacks")}
+
+
+def stack(name: str, known: Mapping[str, SoftwareStack] | None = None) -> SoftwareStack:
+    """The stack called `name`.
+
+    Raises:
+        InputError: If there is none.
+    """
+    known = stacks() if known is None else known
+    if name not in known:
+        raise InputError(f"unknown software stack {name!r}", expected=", ".join(sorted(known)))
+    return known[name]
+
+
+def with_constants(base: SoftwareStack, values: Mapping[str, float]) -> SoftwareStack:
+    """The stack with other values of its fitted constants.
+
+    Raises:
+        InputError: If a name is none of `CONSTANTS`, or a value is implausible.
+    """
+    for name, value in values.items():
+        if name not in CONSTANTS:
+            raise InputError(f"{base.name} has no constant {name!r}", expected=", ".join(CONSTANTS))
+        bounds = CONSTANTS[name]
+        if not bounds.low <= value <= bounds.high:
+            raise InputError(
+                f"{name} of {base.name} is {value}", expected=f"{bounds.low} to {bounds.high}"
+            )
+    found = {name: values.get(name, getattr(base, name)) for name in CONSTANTS}
+    return replace(
+        base, time_factor=found["time_factor"], overlap=found["overlap"],
+        element_factor=found["element_factor"], reserved_factor=found["reserved_factor"],
+    )  # fmt: skip

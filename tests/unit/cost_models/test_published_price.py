@@ -1,0 +1,146 @@
+"""Statistics, formulas of a step, and the fit, on numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.cost_models.published import tables
+from autopar.cost_models.published.jobs import Hardware, Job
+from autopar.cost_models.published.price import Batch
+from autopar.cost_models.published.priors import Parameter, expand
+from autopar.cost_models.published.solve import solve
+from autopar.cost_models.published.stats import error_stats, ranking, spearman
+from autopar.cost_models.published.tables import Entry
+from autopar.cost_models.software import CONSTANTS, Constant, stack, stacks, with_constants
+from autopar.errors import InputError
+from autopar.presets.config import DecoderConfig
+
+CONFIG = DecoderConfig(layers=8, hidden=1024, heads=8, vocab=32000)
+JOB = Job(
+    id="a", group="x", config=CONFIG, seq=1024, global_batch=32, micro_batch=4, dp=1, tp=1, pp=1,
+    cp=1, ep=1, sequence_parallel=False, asynchronous_tp=False, chunks=1, stage_layers=(8,),
+    zero=0, regather=False, zero_group=0, recompute="none", recompute_share=0.0, dtype="bf16",
+    expert_tp=1, optimizer_copies=1, grouped=False, gradient_copy=False,
+    stack=stack("mcore"),
+    hardware=Hardware(
+        device="H100-SXM", per_node=8, domain=8, network_bytes_per_s=4e11, memory_bytes=80 * 2**30
+    ),
+    assumed=(),
+)  # fmt: skip
+ENTRIES = (
+    Entry(kind=tables.MATMUL, part=tables.BLOCK, backward=False, flops=1e12, moved=1e6, m=4096,
+          n=4096, k=4096),
+    Entry(kind=tables.MATMUL, part=tables.BLOCK, backward=True, flops=2e12, moved=1e6, m=4096,
+          n=4096, k=4096),
+    Entry(kind=tables.ELEMENT, part=tables.LAST, backward=False, flops=0, moved=1e9),
+)  # fmt: skip
+
+
+def times(job: Job, values=None):
+    return Batch([job], [ENTRIES]).price(values or {})
+
+
+def test_statistics_are_those_of_the_errors():
+    found = error_stats([1.1, 0.8, 1.0, 2.0], [1.0, 1.0, 1.0, 2.0])
+    assert found.n == 4
+    assert found.mean_abs_error == pytest.approx(0.075)
+    assert found.median_abs_error == pytest.approx(0.05)
+    assert found.p90_abs_error == pytest.approx(0.17)
+    assert found.max_abs_error == pytest.approx(0.2)
+    assert found.bias == pytest.approx(-0.025)
+    assert error_stats([], []).n == 0
+
+
+def test_rankings():
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+    assert spearman([1, 1], [1, 2]) is None
+    found = ranking([3.0, 1.0, 2.0, 4.0], [1.0, 1.1, 3.0, 4.0])
+    assert found.best_in_top_3 and found.regret == pytest.approx(0.1)
+    assert found.spread == pytest.approx(4.0)
+
+
+def test_a_bubble_is_the_share_of_the_other_stages():
+    one = times(JOB)
+    assert one.bubble_s[0] == 0
+    split = replace(JOB, pp=4, stage_layers=(2, 2, 2, 2))
+    found = times(split)
+    whole = one.compute_s[0] / JOB.microbatches
+    busiest = found.compute_s[0] / JOB.microbatches
+    assert found.bubble_s[0] == pytest.approx(whole - busiest)
+    interleaved = replace(split, chunks=2, stage_layers=(1,) * 8)
+    assert times(interleaved).bubble_s[0] == pytest.approx(found.bubble_s[0] / 2)
+
+
+def test_recomputing_everything_costs_one_more_forward():
+    plain, full = times(JOB), times(replace(JOB, recompute="full", recompute_share=1.0))
+    half = times(replace(JOB, recompute="full", recompute_share=0.5))
+    more = full.compute_s[0] - plain.compute_s[0]
+    forward = Batch([JOB], [ENTRIES[:1]]).price().compute_s[0]
+    assert more == pytest.approx(forward)
+    assert half.compute_s[0] - plain.compute_s[0] == pytest.approx(more / 2)
+
+
+@pytest.mark.parametrize(
+    ("better", "which"),
+    [
+        ({"dtype": "fp8"}, "compute_s"),
+        ({"dp": 1}, "data_s"),
+        ({"tp": 1}, "tensor_s"),
+    ],
+)
+def test_the_cheaper_plan_is_cheaper(better, which):
+    job = replace(JOB, dp=16, tp=8, zero=3, regather=True, global_batch=128)
+    entries = tuple(replace(entry, low=True) for entry in ENTRIES)
+    worse = Batch([job], [entries]).price()
+    found = Batch([replace(job, **better)], [entries]).price()
+    assert getattr(found, which)[0] < getattr(worse, which)[0]
+
+
+@pytest.mark.parametrize("name", ["matmul_share", "memory_share", "link_share", "network_share"])
+def test_a_faster_device_is_faster(name):
+    job = replace(JOB, dp=16, tp=8, zero=3, regather=True, global_batch=128)
+    slow = times(job, {("H100-SXM", name): 0.5}).step_s[0]
+    fast = times(job, {("H100-SXM", name): 0.9}).step_s[0]
+    assert fast < slow
+
+
+def test_the_fit_finds_what_made_the_data_and_keeps_to_the_prior():
+    found = (
+        Parameter(
+            targets=(("a", "x"), ("b", "x")),
+            constant=Constant(prior=1.0, spread=1.0, low=0.1, high=10.0, meaning=""),
+            families=2,
+        ),
+        Parameter(
+            targets=(("c", "y"),),
+            constant=Constant(prior=3.0, spread=0.2, low=0.1, high=10.0, meaning=""),
+            families=2,
+        ),
+    )
+
+    def residual(logs):
+        noise = np.linspace(-0.01, 0.01, 40)
+        noise[7] = 3.0  # an outlier
+        return np.full(40, logs[0]) - np.log(2.0) + noise
+
+    values = expand(found, list(solve(residual, found).logs))
+    assert values["a", "x"] == values["b", "x"] == pytest.approx(2.0, rel=0.05)
+    assert values["c", "y"] == pytest.approx(3.0)
+
+
+def test_stacks_have_at_most_four_constants_in_their_ranges():
+    assert len(CONSTANTS) == 4
+    for found in stacks().values():
+        assert set(found.fitted) <= set(CONSTANTS)
+        for name in found.fitted:
+            assert CONSTANTS[name].low <= getattr(found, name) <= CONSTANTS[name].high
+    with pytest.raises(InputError, match="unknown software stack"):
+        stack("mine")
+    with pytest.raises(InputError, match="time_factor of mcore is 9"):
+        with_constants(stack("mcore"), {"time_factor": 9.0})
+    with pytest.raises(InputError, match="no constant 'speed'"):
+        with_constants(stack("mcore"), {"speed": 1.0})
