@@ -108,15 +108,15 @@ class Bucket:
         """Bytes of one rank's shard."""
         return self.size_bytes // self.group
 
-    def cut(self, position: int) -> tuple[int, int]:
-        """Elements of members in the shard of the rank at `position`, and how many members."""
+    def cuts(self, position: int) -> list[int]:
+        """Elements of each member that has some in the shard of the rank at `position`."""
         size = self.numel // self.group
         start, end = position * size, (position + 1) * size
-        parts = [
+        parts = (
             min(end, offset + item.numel) - max(start, offset)
             for item, offset in zip(self.members, self.offsets, strict=True)
-        ]
-        return sum(part for part in parts if part > 0), sum(part > 0 for part in parts)
+        )
+        return [part for part in parts if part > 0]
 
 
 def local_parameter(

@@ -139,6 +139,8 @@ def moves_of(programs: Programs, rank: Rank) -> tuple[Move, ...]:
             if not isinstance(detail, Transfer):
                 continue
             node, module, count = _place(run.step, calls)
+            if 0 <= run.step.maker < len(calls):
+                node = calls[run.step.maker].node.name
             key = (detail, run.phase, node)
             before = found.get(key)
             found[key] = Move(
@@ -164,7 +166,7 @@ def _place(step: Step, calls: Sequence[Call]) -> tuple[str, str, int]:
 
 
 def saved_of(programs: Programs, memories: Collection[Memory] | None = None) -> tuple[Saved, ...]:
-    """What forward leaves for backward; memory of buffers, which stays anyway, is not counted.
+    """What forward leaves for backward.
 
     Args:
         programs: The programs of a stage.
@@ -173,8 +175,6 @@ def saved_of(programs: Programs, memories: Collection[Memory] | None = None) -> 
     calls = programs.taped.task.calls
     found = []
     for memory in programs.saved if memories is None else memories:
-        if memory.kind == "buffer":
-            continue
         step = memory.step
         node, module, _ = _place(step, calls) if step is not None else (memory.name, "", 1)
         found.append(

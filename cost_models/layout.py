@@ -57,6 +57,7 @@ class Layout:
         kinds: Kind of every input of `graph`, by value name.
         positions: Index of every node of `graph`, by name.
         uses: Place of every parameter in the order of first uses.
+        replaced: Buffers that forward gives a new value.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class Layout:
     kinds: Mapping[str, str]
     positions: Mapping[str, int]
     uses: Mapping[str, int]
+    replaced: frozenset[str]
     _stages: dict[object, Stages] = field(default_factory=dict, repr=False, compare=False)
     _whole: list[Factors] = field(default_factory=list, repr=False, compare=False)
     _recompute: dict[tuple[str, ...], frozenset[str]] = field(
@@ -188,6 +190,7 @@ class Placement:
             kinds=_kinds(graph),
             positions=_positions(graph),
             uses=_uses(graph),
+            replaced=_replaced(graph),
         )
         layout._whole.append(sharded.factors)
         return cls.of(layout, sharded)
@@ -284,6 +287,7 @@ def _fold(graph: Graph, blocks: tuple[Block, ...]) -> Layout:
         kinds=_kinds(graph),
         positions=_positions(graph),
         uses=_uses(graph),
+        replaced=_replaced(graph),
     )
 
 
@@ -293,6 +297,12 @@ def _kinds(graph: Graph) -> dict[str, str]:
 
 def _positions(graph: Graph) -> dict[str, int]:
     return {node.name: index for index, node in enumerate(graph.nodes)}
+
+
+def _replaced(graph: Graph) -> frozenset[str]:
+    names = {item.target: item.value.name for item in graph.inputs if item.kind == "buffer"}
+    new = (out.target for out in graph.outputs if out.kind == "buffer")
+    return frozenset(names[target] for target in new if target in names)
 
 
 def _uses(graph: Graph) -> dict[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from autopar.cost_models.buckets import (
     FIRST_BYTES,
@@ -19,6 +18,7 @@ from autopar.cost_models.buckets import (
     make_buckets,
     sync_moves,
 )
+from autopar.cost_models.events import schedule_of
 from autopar.cost_models.implementation import Implementation
 from autopar.cost_models.kernels import kernels_of, moves_of, saved_of
 from autopar.cost_models.layout import KEPT, Layout, Placement
@@ -26,14 +26,15 @@ from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.tape.liveness import Summary, summarise_stage
 from autopar.cost_models.tape.program import Programs, split
 from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
+from autopar.cost_models.tape.tensors import Memory
+from autopar.cost_models.tape.zero import bucket_bytes
 from autopar.cost_models.work import Move, StageWork
 from autopar.graph.blocks import Block
 from autopar.graph.ir import ITEM_BYTES, Graph
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Stages
 from autopar.plan.strategies import split_axes
-from autopar.schedules.actions import Schedule
-from autopar.schedules.make import SCHEDULES, make_schedule
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import PARTIAL, Pair
 from autopar.sharding.sharded import replicated
@@ -73,8 +74,10 @@ class StageModel:
         parameters: Its parameters.
         buckets: How gradients lie together.
         messages: What it receives from and sends to other stages.
-        buffer_bytes: Buffers that it holds.
-        constant_bytes: Constants that it holds.
+        released: Bytes that are free when what was sent ahead (``F``), or back (``B``), to a stage
+            has arrived: those that nobody keeps, and that are not sent to another stage later.
+        version_bytes: Buffers that forward replaces and backward reads: each microbatch under way
+            keeps the version that it has seen.
         programs: Its programs on shapes.
     """
 
@@ -84,8 +87,8 @@ class StageModel:
     parameters: tuple[LocalParameter, ...]
     buckets: tuple[Bucket, ...]
     messages: tuple[Message, ...]
-    buffer_bytes: int
-    constant_bytes: int
+    released: Mapping[tuple[str, int], int]
+    version_bytes: int
     programs: Programs = field(repr=False)
 
 
@@ -113,24 +116,6 @@ def stage_models(
         placement, plan, loss, implementation, Rank.of(placement.sharded.mesh, coordinate),
         bucket_bytes,
     ).all()  # fmt: skip
-
-
-@lru_cache(maxsize=512)
-def _schedule(
-    name: str, ranks: int, microbatches: int, chunks: int, every: int, sync: bool
-) -> Schedule:
-    return make_schedule(
-        name, ranks, microbatches, chunks=chunks, update_every=every or None, vertical_sync=sync
-    )
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, without messages; made once for equal plans."""
-    part = plan.pipeline
-    return _schedule(
-        part.schedule, part.ranks(plan.mesh), part.microbatches, part.chunks, part.update_every,
-        part.vertical_sync,
-    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -202,8 +187,8 @@ class _Stages:
             parameters=taped.parameters,
             buckets=taped.buckets,
             messages=messages,
-            buffer_bytes=self.held(index, "buffer"),
-            constant_bytes=self.held(index, "constant"),
+            released=self.released(task, taped.programs, messages),
+            version_bytes=self.version_bytes(taped.programs),
             programs=taped.programs,
         )
 
@@ -225,7 +210,16 @@ class _Stages:
             moves=moves,
             saved=saved_of(programs),
         )
-        return _Taped(programs, summarise_stage(programs), work, parameters, buckets)
+        return _Taped(programs, self.summaries(programs, buckets), work, parameters, buckets)
+
+    def summaries(self, programs: Programs, buckets: Sequence[Bucket]) -> dict[str, Summary]:
+        """What programs do to live bytes, the buckets of ZeRO included."""
+        if self.plan.zero.stage < 2:
+            return summarise_stage(programs)
+        rows = self.implementation.device == "cpu"
+        return summarise_stage(
+            programs, lambda kind: bucket_bytes(programs, kind, buckets, exchanges_rows=rows)
+        )
 
     # What a stage computes
 
@@ -394,6 +388,37 @@ class _Stages:
                     )
         return tuple(found)
 
+    @staticmethod
+    def released(
+        task: StageTask, programs: Programs, messages: Sequence[Message]
+    ) -> dict[tuple[str, int], int]:
+        taped = programs.taped
+        ahead = {
+            name: taped.results[like].memory
+            for name, like in zip(task.leaving, taped.task.leaving, strict=True)
+        }
+        back = {
+            name: taped.gradients[like].memory
+            for name, like in zip(task.arriving, taped.task.arriving, strict=True)
+            if like in taped.gradients
+        }
+        given = {**programs.parts["F"].given}
+        last: dict[Memory, tuple[str, int]] = {}
+        for item in messages:
+            if item.source == task.index and given.get(ahead[item.value]) == "boundary":
+                # The farthest stage is the last to be known to have it.
+                memory = ahead[item.value]
+                before = last.get(memory, ("F", item.target))[1]
+                last[memory] = ("F", max(before, item.target))
+            elif item.target == task.index and item.gradient and item.value in back:
+                memory = back[item.value]
+                before = last.get(memory, ("B", item.source))[1]
+                last[memory] = ("B", min(before, item.source))
+        found: dict[tuple[str, int], int] = {}
+        for memory, end in last.items():
+            found[end] = found.get(end, 0) + memory.size_bytes
+        return found
+
     def sends(self, index: int, messages: Sequence[Message]) -> list[Move]:
         """What a stage sends to stages of other ranks, for one microbatch."""
         found = []
@@ -415,10 +440,6 @@ class _Stages:
                 )
         return found
 
-    def held(self, index: int, kind: str) -> int:
-        """Local bytes of graph inputs of a kind that a stage reads."""
-        return sum(
-            self.graph.spec(name).size_bytes
-            for name in self.stages.inputs[index]
-            if self.layout.kinds[name] == kind
-        )
+    def version_bytes(self, programs: Programs) -> int:
+        replaced = self.layout.replaced
+        return sum(memory.size_bytes for memory in programs.buffers if memory.name in replaced)

@@ -8,7 +8,7 @@ mark lies in the first or in the last of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.tape.program import Program, Programs
@@ -49,32 +49,53 @@ def weight_of(memory: Memory, programs: Programs) -> int:
     return calls[step.origin].count
 
 
-def summarise(programs: Programs, kind: str, held: Collection[Memory] = ()) -> Summary:
+def summarise(
+    programs: Programs,
+    kind: str,
+    held: Collection[Memory] = (),
+    extra: Sequence[int] | None = None,
+) -> Summary:
     """Walk over a program.
 
     Args:
         programs: Programs of a stage.
         kind: Which of them.
         held: Memory that is handed over but kept by the caller, for a later program.
+        extra: Bytes of buckets live at each step, and at the end; none by default.
     """
-    return _Walk(programs, programs.parts[kind], frozenset(held)).run()
+    program = programs.parts[kind]
+    return _Walk(programs, program, frozenset(held), extra or [0] * (len(program.runs) + 1)).run()
 
 
-def summarise_stage(programs: Programs) -> dict[str, Summary]:
-    """Walk over all programs of a stage; what several of them read is kept until the last."""
+def summarise_stage(
+    programs: Programs, extra: Callable[[str], Sequence[int] | None] = lambda kind: None
+) -> dict[str, Summary]:
+    """Walk over all programs of a stage; what several of them read is kept until the last.
+
+    Args:
+        programs: The programs.
+        extra: Bytes of buckets live at each step of a program; see `summarise`.
+    """
     later: set[Memory] = set()
     found: dict[str, Summary] = {}
     for kind in reversed(list(programs.parts)):
         # What arrives is handed over to forward, which hands it on as a saved value.
         mine = set(programs.parts[kind].taken) if kind != "F" else set()
-        found[kind] = summarise(programs, kind, mine & later)
+        found[kind] = summarise(programs, kind, mine & later, extra(kind))
         later |= mine
     return {kind: found[kind] for kind in programs.parts}
 
 
 class _Walk:
-    def __init__(self, programs: Programs, program: Program, held: frozenset[Memory]) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        program: Program,
+        held: frozenset[Memory],
+        extra: Sequence[int],
+    ) -> None:
         self.programs, self.program, self.held = programs, program, held
+        self.extra = extra
         self.calls = programs.taped.task.calls
         self.live = [0] * len(KINDS)
         self.peak = list(self.live)
@@ -87,7 +108,7 @@ class _Walk:
         if found is not None:
             return KINDS.index(found)
         step = memory.step
-        moved = step is not None and isinstance(step.detail, Transfer)
+        moved = memory.what == "bucket" or (step is not None and isinstance(step.detail, Transfer))
         return _COLLECTIVE if moved else _TEMPORARY
 
     def run(self) -> Summary:
@@ -141,9 +162,10 @@ class _Walk:
                     if memory not in kinds:
                         kinds[memory] = self.kind_of(memory)
                         live[kinds[memory]] += memory.size_bytes
-                total = sum(live)
+                total = sum(live) + self.extra[here]
                 if total > top:
                     high, top, where = list(live), total, f"{run.step.op} {self._node(here)}"
+                    high[_COLLECTIVE] += self.extra[here]
                 for memory in ends.get(here, ()):
                     if memory in kinds:
                         live[kinds[memory]] -= memory.size_bytes
@@ -154,6 +176,9 @@ class _Walk:
                 for kind, size in enumerate(extra):
                     live[kind] += size
             place = stop
+        end = list(live)
+        end[_COLLECTIVE] += self.extra[-1]
+        self._look(end, "end")
 
     def _look(self, live: list[int], where: str) -> None:
         total = sum(live)

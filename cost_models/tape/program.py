@@ -66,6 +66,7 @@ class Programs:
         resident: Memory of gradients of parameters that products write.
         owners: Parameter whose gradient, or a part of it, a memory holds.
         made_by: Kind of the program that finishes the gradient of a parameter.
+        buffers: Buffers that backward reads.
     """
 
     taped: Taped
@@ -74,6 +75,7 @@ class Programs:
     resident: frozenset[Memory]
     owners: Mapping[Memory, str]
     made_by: Mapping[str, str]
+    buffers: tuple[Memory, ...] = ()
 
 
 def split(taped: Taped, recompute: Collection[str] = (), *, weight: bool = False) -> Programs:
@@ -98,6 +100,7 @@ class _Split:
         steps = taped.tape.steps[taped.num_forward :]
         self.backward = _separated(steps) if weight else steps
         self.saved: dict[Memory, None] = {}
+        self.buffers: dict[Memory, None] = {}
         self.resident: set[Memory] = set()
 
     def run(self) -> Programs:
@@ -139,6 +142,7 @@ class _Split:
             resident=frozenset(self.resident),
             owners=writes,
             made_by=made_by,
+            buffers=tuple(self.buffers),
         )
 
     def _live(self, arriving: Iterable[Local], owned: dict[str, Local]) -> list[Step]:
@@ -252,6 +256,8 @@ class _Part:
         if step is None:
             if memory.kind in ("boundary", "tangent"):
                 self._take(memory, "saved" if memory.kind == "boundary" else "boundary")
+            elif memory.kind == "buffer":
+                self.split.buffers.setdefault(memory)
             return
         if not step.forward:
             if self.before is not None and self._made_before(memory):
@@ -260,7 +266,7 @@ class _Part:
         before = self.before
         if before is not None and memory in before.env:
             self._hand_over(before.env[memory], memory)
-        elif step.random or (step.reads and step.origin not in self.split.again):
+        elif step.random or (step.reads and step.maker not in self.split.again):
             self._take(memory, "saved")
         else:
             self._again(step)
@@ -295,7 +301,7 @@ class _Part:
                 if memory in self.env or memory in self.program.taken or memory.step is None:
                     continue
                 maker = memory.step
-                if not maker.random and (not maker.reads or maker.origin in self.split.again):
+                if not maker.random and (not maker.reads or maker.maker in self.split.again):
                     pending.append(maker)
         order = {item: place for place, item in enumerate(self.split.forward)}
         for item in sorted(todo, key=order.__getitem__):

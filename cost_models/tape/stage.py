@@ -135,7 +135,9 @@ class _Writer:
         for name in ends:
             result = taped.results[name]
             if result.trains:
-                memory = Memory(result.numel * result.itemsize, None, "tangent", name)
+                # The loss's gradient is a number that is there already.
+                kind = "tangent" if name in self.task.leaving else "constant"
+                memory = Memory(result.numel * result.itemsize, None, kind, name)
                 taped.tangents[name] = Local(result.shape, result.dtype, memory)
                 pairs.append((result, taped.tangents[name]))
         self.tape.backward(pairs)
@@ -181,9 +183,9 @@ class _Writer:
         moved = self.moved.get(key)
         if moved is None:
             # A reshard belongs to the value that it moves, as in a captured program.
-            here, self.tape.origin = self.tape.origin, self.makers.get(name, -1)
+            self.tape.maker = self.makers.get(name, -1)
             moved = reshard(self.tape, self.rank, found, have, want, spec.shape)
-            self.moved[key], self.tape.origin = moved, here
+            self.moved[key], self.tape.maker = moved, None
         return moved
 
     def emit(self, call: Call) -> None:

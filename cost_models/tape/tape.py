@@ -46,6 +46,8 @@ class Step:
         op: What it is called.
         kind: What decides its speed.
         origin: Which node of the stage it serves, by its place in the stage.
+        maker: Which node of the stage its value belongs to: that of a reshard is the one that made
+            what it moves, -1 if that was there before.
         forward: Whether it is part of forward.
         reads: Memory it reads.
         writes: Memory it makes.
@@ -59,14 +61,15 @@ class Step:
     """
 
     __slots__ = (
-        "detail", "dtype", "flops", "forward", "kind", "launches", "op", "origin", "random",
-        "read_bytes", "reads", "write_bytes", "writes",
+        "detail", "dtype", "flops", "forward", "kind", "launches", "maker", "op", "origin",
+        "random", "read_bytes", "reads", "write_bytes", "writes",
     )  # fmt: skip
 
     def __init__(
         self, op: str, kind: KernelKind | str, origin: int, forward: bool, reads: Sequence[Local]
     ) -> None:
         self.op, self.kind, self.origin, self.forward = op, kind, origin, forward
+        self.maker = origin
         self.reads: tuple[Memory, ...] = tuple([item.memory for item in reads])
         self.writes: tuple[Memory, ...] = ()
         self.flops = 0
@@ -106,6 +109,7 @@ class Tape:
     Attributes:
         steps: What has been emitted.
         origin: What is emitted now serves this node of the stage.
+        maker: If not None, the node that values made now belong to.
         forward: Whether forward is being emitted.
     """
 
@@ -113,6 +117,7 @@ class Tape:
         self.implementation = implementation
         self.steps: list[Step] = []
         self.origin = -1
+        self.maker: int | None = None
         self.forward = True
         self._grads: list[Grad] = []
 
@@ -149,6 +154,8 @@ class Tape:
         step.write_bytes = size
         step.dtype = dtype
         step.flops = flops
+        if self.maker is not None:
+            step.maker = self.maker
         self.steps.append(step)
         return Local(shape, dtype, memory, strides)
 
@@ -194,6 +201,8 @@ class Tape:
         step.writes = tuple([item.memory for item in made])
         step.dtype = dtype or (made[0].dtype if made else "float32")
         step.flops = flops
+        if self.maker is not None:
+            step.maker = self.maker
         self.steps.append(step)
         return made
 
