@@ -77,9 +77,11 @@ def test_on_processes(name: str, ranks4):
         ),
     ],
 )
-def test_other_implementations(name: str, options: dict[str, str]):
+@HALVES
+def test_other_implementations(name: str, options: dict[str, str], half: int):
     case = family(name, **options)
-    for mesh, constraints in (("tp=2,dp=2", "megatron"), ("dp=3", "fsdp")):
+    plans = (("tp=2,dp=2", "megatron"), ("dp=3", "fsdp"))
+    for mesh, constraints in half_of(plans, name, half):
         report = agree(case, mesh, constraints, dtype="float64", steps=2)
         assert not report.plan.unruled
 
