@@ -33,9 +33,9 @@ class Implementation:
         compiled: Whether neighbouring pointwise ops and reductions run as one kernel.
         recompute_fused: Whether what such kernels make is computed again in backward (as
             torch.compile's partitioner does) unless a matrix product or attention made it.
-        regather: Whether what is gathered along a sequence for a product is gathered again in
-            backward instead of kept (Megatron-LM's sequence parallelism, arXiv 2205.05198).
-        small_bytes: Collectives with results up to this size run without their own memory effects.
+        regather: Whether what is gathered for an op is gathered again in backward instead of kept
+            (Megatron-LM's sequence parallelism, arXiv 2205.05198, section 4.2.2; fully sharded
+            parameters).
     """
 
     device: Literal["cpu", "cuda"] = "cpu"

@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.tape.liveness import weight_of
-from autopar.cost_models.tape.program import Program, Programs, Run
+from autopar.cost_models.tape.program import FUSIBLE, Program, Programs, Run
 from autopar.cost_models.tape.stage import Call
 from autopar.cost_models.tape.tape import Step, Transfer
 from autopar.cost_models.tape.tensors import Memory
 from autopar.cost_models.work import Attention, Kernel, Matmul, Move, Saved
 
-FUSIBLE = frozenset(("elementwise", "norm", "softmax", "reduction", "copy", "random", "loss"))
-"""Kinds that a compiler makes one kernel of where they meet."""
 _LEADING = ("loss", "softmax", "norm", "reduction")
 """What a fused kernel is called after, first come first."""
 

@@ -6,14 +6,16 @@ into memory that is there anyway: a product writes there itself, any other gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.tape.stage import Taped
-from autopar.cost_models.tape.tape import Step, Transfer
+from autopar.cost_models.tape.tape import AGAIN, Step, Transfer
 from autopar.cost_models.tape.tensors import Local, Memory
 from autopar.cost_models.work import Phase
 
+FUSIBLE = frozenset(("elementwise", "norm", "softmax", "reduction", "copy", "random", "loss"))
+"""Kinds of steps that a compiler makes one kernel of where they meet."""
 PRODUCTS = frozenset(("mm", "bmm", "addmm"))
 """What can write its result into a gradient's memory."""
 _GIVEN_AGAIN = frozenset(("parameter", "constant", "input", "buffer"))
@@ -102,6 +104,19 @@ class _Split:
         self.saved: dict[Memory, None] = {}
         self.buffers: dict[Memory, None] = {}
         self.resident: set[Memory] = set()
+        how = taped.tape.implementation
+        self.cheap = _cheap(self.forward) if how.recompute_fused else frozenset[Step]()
+
+    def repeats(self, step: Step) -> bool:
+        """Whether backward computes a forward step again instead of keeping what it made."""
+        if step.random:
+            return False
+        return (
+            not step.reads  # costs nothing
+            or step.maker == AGAIN
+            or step.maker in self.again
+            or step in self.cheap
+        )
 
     def run(self) -> Programs:
         taped = self.taped
@@ -266,10 +281,10 @@ class _Part:
         before = self.before
         if before is not None and memory in before.env:
             self._hand_over(before.env[memory], memory)
-        elif step.random or (step.reads and step.maker not in self.split.again):
-            self._take(memory, "saved")
-        else:
+        elif self.split.repeats(step):
             self._again(step)
+        else:
+            self._take(memory, "saved")
 
     def _take(self, memory: Memory, kind: str) -> None:
         self.program.taken[memory] = kind
@@ -300,9 +315,8 @@ class _Part:
             for memory in item.reads:
                 if memory in self.env or memory in self.program.taken or memory.step is None:
                     continue
-                maker = memory.step
-                if not maker.random and (not maker.reads or maker.maker in self.split.again):
-                    pending.append(maker)
+                if self.split.repeats(memory.step):
+                    pending.append(memory.step)
         order = {item: place for place, item in enumerate(self.split.forward)}
         for item in sorted(todo, key=order.__getitem__):
             for memory in item.reads:
@@ -312,6 +326,23 @@ class _Part:
                 twin.what = memory.what
                 self.env[memory] = twin
             self.program.runs.append(self._run(item, "recompute"))
+
+
+def _cheap(steps: Sequence[Step]) -> frozenset[Step]:
+    """Steps that a compiler computes again rather than keep what they made.
+
+    Those that can be fused, but for sums of what lies behind different numbers of others: a
+    shortcut computed again would ask for the one before it, and so on.
+    """
+    depth: dict[Memory, int] = {}
+    found = set()
+    for step in steps:
+        depths = [depth.get(memory, 0) for memory in step.reads]
+        fuses = step.kind in FUSIBLE
+        depth.update(dict.fromkeys(step.writes, max(depths, default=0) + (not fuses)))
+        if fuses and not (step.op == "add" and len(set(depths)) > 1):
+            found.add(step)
+    return frozenset(found)
 
 
 def _copy(memory: Memory, writes: dict[Memory, str]) -> Step:

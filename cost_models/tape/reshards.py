@@ -17,7 +17,7 @@ from autopar.cost_models.tape.basic import (
     permuted,
     reshaped,
 )
-from autopar.cost_models.tape.tape import Tape
+from autopar.cost_models.tape.tape import AGAIN, Tape
 from autopar.cost_models.tape.tensors import Local, Shape
 from autopar.sharding.placement import (
     Grid,
@@ -64,7 +64,11 @@ def reshard(tape: Tape, rank: Rank, value: Local, have: Pair, want: Pair, shape:
         want: How it shall lie.
         shape: Its global shape.
     """
+    maker = tape.maker
+    if tape.implementation.regather and _gathers(have, want):
+        tape.maker = AGAIN
     out = run_steps(tape, rank, value, have.forward, want.forward, shape)
+    tape.maker = maker
     if value.maker is None:
         return out
     if out is value:
@@ -76,6 +80,10 @@ def reshard(tape: Tape, rank: Rank, value: Local, have: Pair, want: Pair, shape:
 
     tape.record((out,), (value,), backward)
     return out
+
+
+def _gathers(have: Pair, want: Pair) -> bool:
+    return any(step.kind == "all_gather" for step in plan_steps(have.forward, want.forward))
 
 
 def run_steps(

@@ -108,10 +108,14 @@ class _Writer:
         self.tape = Tape(implementation)
         self.taped = Taped(task=task, tape=self.tape)
         self.local: dict[str, Local] = {}
-        self.moved: dict[tuple[str, Pair], Local] = {}
+        self.moved: dict[tuple[str, int], Local] = {}
         self.arriving = frozenset(task.arriving)
-        self.shapes: dict[tuple[Shape, object], Shape] = {}
+        self.shapes: dict[tuple[Shape, int], Shape] = {}
         self.makers: dict[str, int] = {}
+        # Pairs are compared often, and hashing one is slow.
+        self.numbers: dict[int, int] = {}
+        self.known: dict[Pair, int] = {}
+        self.kept: list[Pair] = []
 
     def run(self) -> Taped:
         task, taped = self.task, self.taped
@@ -146,8 +150,16 @@ class _Writer:
             if gradient is not None:
                 taped.gradients[name] = gradient
 
+    def number(self, pair: Pair) -> int:
+        """A number that is the same for equal pairs."""
+        found = self.numbers.get(id(pair))
+        if found is None:
+            self.kept.append(pair)  # so that no other gets its identity
+            found = self.numbers[id(pair)] = self.known.setdefault(pair, len(self.known))
+        return found
+
     def shape(self, shape: Shape, pair: Pair) -> Shape:
-        key = (shape, pair.forward)
+        key = (shape, self.number(pair))
         found = self.shapes.get(key)
         if found is None:
             found = self.shapes[key] = self.rank.grid.local_shape(shape, pair.forward)
@@ -174,13 +186,20 @@ class _Writer:
         if found is None:
             found = self.local[name] = self.input(name)
         have = task.pair(name)
-        spec = task.spec(name)
-        if have == want or (not spec.requires_grad and have.forward == want.forward):
+        number = self.number(want)
+        if self.number(have) == number:
             return found
-        if not spec.requires_grad:
-            have, want = Pair(have.forward, ()), Pair(want.forward, ())
-        key = (name, want)
+        key = (name, number)
         moved = self.moved.get(key)
+        if moved is not None:
+            return moved
+        spec = task.spec(name)
+        if not spec.requires_grad:
+            if have.forward == want.forward:
+                return found
+            have, want = Pair(have.forward, ()), Pair(want.forward, ())
+            key = (name, self.number(want))
+            moved = self.moved.get(key)
         if moved is None:
             # A reshard belongs to the value that it moves, as in a captured program.
             self.tape.maker = self.makers.get(name, -1)

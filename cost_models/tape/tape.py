@@ -24,6 +24,9 @@ from autopar.cost_models.tape.tensors import (
 from autopar.cost_models.work import Attention, KernelKind, Matmul, MoveKind
 from autopar.graph.ir import ITEM_BYTES
 
+AGAIN = -2
+"""Maker of what backward always makes again instead of keeping it."""
+
 Gradients = Sequence["Local | None"]
 Backward = Callable[[list["Local | None"]], Gradients]
 
@@ -47,7 +50,7 @@ class Step:
         kind: What decides its speed.
         origin: Which node of the stage it serves, by its place in the stage.
         maker: Which node of the stage its value belongs to: that of a reshard is the one that made
-            what it moves, -1 if that was there before.
+            what it moves, -1 if that was there before; `AGAIN` if it is never kept.
         forward: Whether it is part of forward.
         reads: Memory it reads.
         writes: Memory it makes.
