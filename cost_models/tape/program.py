@@ -109,14 +109,12 @@ class _Split:
 
     def repeats(self, step: Step) -> bool:
         """Whether backward computes a forward step again instead of keeping what it made."""
+        if step.maker in self.again:
+            return True
         if step.random:
             return False
-        return (
-            not step.reads  # costs nothing
-            or step.maker == AGAIN
-            or step.maker in self.again
-            or step in self.cheap
-        )
+        # What reads nothing costs nothing.
+        return not step.reads or step.maker == AGAIN or step in self.cheap
 
     def run(self) -> Programs:
         taped = self.taped

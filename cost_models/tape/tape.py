@@ -60,7 +60,8 @@ class Step:
         dtype: Dtype it computes in.
         launches: Device kernels.
         detail: `Matmul` or `Attention` sizes, or what is transferred.
-        random: Whether to run it twice may give two results.
+        random: Whether it draws numbers that cannot be drawn again but by restoring the state of a
+            generator, as activation checkpointing does.
     """
 
     __slots__ = (
