@@ -24,6 +24,7 @@ from autopar.cost_models.buckets import Bucket, LocalParameter
 from autopar.cost_models.events import Edge, Event, rank_events, schedule_of
 from autopar.cost_models.optimizer import OptimizerMemory
 from autopar.cost_models.stages import StageModel
+from autopar.graph.ir import ITEM_BYTES
 from autopar.plan.plan import Plan
 
 KINDS = (
@@ -88,6 +89,8 @@ class Static:
     Attributes:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients.
+        parameter_padding: Bytes between and behind parameters in buckets.
+        gradient_padding: Bytes between and behind gradients in buckets.
         optimizer: Bytes of optimizer state, step counters left out.
         counters: Bytes of step counters.
         largest: Bytes of the largest part of a parameter that is updated at once.
@@ -96,6 +99,8 @@ class Static:
 
     parameters: int
     gradients: int
+    parameter_padding: int
+    gradient_padding: int
     optimizer: int
     counters: int
     largest: int
@@ -123,31 +128,35 @@ def static_memory(
     held = {item.name for bucket in buckets for item in bucket.members}
     largest = 0
     for bucket in buckets:
-        item_bytes = bucket.size_bytes // bucket.numel if bucket.numel else 0
+        item_bytes = ITEM_BYTES[bucket.dtype]
         width = gradient_bytes or item_bytes
-        shards = 1 if bucket.zero < 2 else bucket.group
-        found["gradients"] += bucket.numel // shards * width
-        if bucket.zero == 0:
-            pieces = [(item.numel, item.size_bytes) for item in bucket.members]
-            found["parameters"] += sum(size for _, size in pieces)
-        else:
-            found["parameters"] += bucket.size_bytes if bucket.zero < 3 else bucket.shard_bytes
-            pieces = [(n, n * item_bytes) for n in bucket.cuts(positions(bucket))]
-        for numel, size in pieces:
-            _update(found, numel, bucket.dtype, size, optimizer)
-            largest = max(largest, size)
+        whole = [item.numel for item in bucket.members]
+        mine = bucket.cuts(positions(bucket)) if bucket.zero else whole
+        kept = sum(mine) if bucket.zero >= 2 else sum(whole)
+        length = bucket.numel // (bucket.group if bucket.zero >= 2 else 1)
+        found["gradients"] += kept * width
+        found["gradient_padding"] += (length - kept) * width
+        kept = sum(mine) if bucket.zero == 3 else sum(whole)
+        length = bucket.numel // (bucket.group if bucket.zero == 3 else 1)
+        found["parameters"] += kept * item_bytes
+        if bucket.zero:
+            found["parameter_padding"] += (length - kept) * item_bytes
+        for numel in mine:
+            _update(found, numel, bucket.dtype, numel * item_bytes, optimizer)
+            largest = max(largest, numel * item_bytes)
     for item in parameters:
         if item.name in held:
             continue
         found["parameters"] += item.size_bytes
         if item.trainable and item.made_by:
-            width = gradient_bytes or item.size_bytes // max(item.numel, 1)
-            found["gradients"] += item.numel * width
+            found["gradients"] += item.numel * (gradient_bytes or ITEM_BYTES[item.dtype])
             _update(found, item.numel, item.dtype, item.size_bytes, optimizer)
             largest = max(largest, item.size_bytes)
     return Static(
         parameters=found["parameters"],
         gradients=found["gradients"],
+        parameter_padding=found["parameter_padding"],
+        gradient_padding=found["gradient_padding"],
         optimizer=found["optimizer"],
         counters=found["counters"],
         largest=largest,
@@ -237,8 +246,8 @@ def _resident(
     found["inputs"] = inputs + 8 * microbatches  # numbers of microbatches
     for stage, model in models.items():
         static = held[stage]
-        found["parameters"] += static.parameters
-        found["gradients"] += static.gradients
+        found["parameters"] += static.parameters + static.parameter_padding
+        found["gradients"] += static.gradients + static.gradient_padding
         found["optimizer"] += static.optimizer + static.counters
         losses = model.summaries["F"].end["outputs"]
         found["outputs"] += microbatches * losses
