@@ -138,7 +138,8 @@ _STACKS = (
     SoftwareStack(
         name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
-        dropout=True, bucket_bytes=1_000_000_000, overlap=0.0,
+        dropout=True, bucket_bytes=2_000_000_000,
+        context_bytes=3_000_000_000, overlap=0.0,
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
         "after backward",
@@ -150,11 +151,12 @@ _STACKS = (
     SoftwareStack(
         name="mcore", attention="flash2", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
-        gradient_bytes=4,
+        gradient_bytes=4, context_bytes=3_000_000_000,
         source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine; NeMo, FlagScale",
     ),
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
+        reserved_factor=1.02,
         fused_norm=False, low_gather=True,
         source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows",
     ),

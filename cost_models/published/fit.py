@@ -131,29 +131,32 @@ def sources_left_out(problem: Problem) -> dict[str, Any]:
     return found
 
 
+_NOT_IN_CATALOGUE = ("link_share", "network_share", "launch_s")
+"""Constants that mean something else there: shares of collectives are fitted on tables of their
+own, and a launch is one kernel's, where here the host and the device race over a block."""
+
+
 def write_constants(values: Mapping[Target, float], stacks: Sequence[str], note: str) -> None:
     """Put fitted constants where predictions read them.
 
-    All go into ``fitted.json``. Those of computation also go into the device catalogue; shares of
-    links and networks there are fitted on tables of collectives, which know them better.
+    All go into ``fitted.json``; those that the device catalogue means in the same way go there too.
     """
     found: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}
     for (owner, name), value in sorted(values.items()):
         section = "stacks" if owner in stacks else "devices"
         found[section].setdefault(owner, {})[name] = float(f"{value:.4g}")
-        if section == "devices" and name not in ("link_share", "network_share"):
+        if section == "devices" and name not in _NOT_IN_CATALOGUE:
             _write_device(FOLDER / f"{owner}.yaml", name, value, note)
     text = json.dumps({"fitted_on": note, **found}, indent=2)
     FITTED.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_device(path: Path, name: str, value: float, note: str) -> None:
-    key, scale = ("launch_us", 1e6) if name == "launch_s" else (name, 1.0)
     pattern = re.compile(
-        rf"^(  {key}: {{value: )[^,]+(, range: \[[^\]]+\], source: )[^}}]*}}", re.MULTILINE
+        rf"^(  {name}: {{value: )[^,]+(, range: \[[^\]]+\], source: )[^}}]*}}", re.MULTILINE
     )
     text = path.read_text(encoding="utf-8")
-    new, count = pattern.subn(rf'\g<1>{value * scale:.4g}\g<2>"fitted on {note}"}}', text)
+    new, count = pattern.subn(rf'\g<1>{value:.4g}\g<2>"fitted on {note}"}}', text)
     assert count == 1, (path, name)
     path.write_text(new, encoding="utf-8")
 

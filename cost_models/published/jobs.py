@@ -74,6 +74,7 @@ class Job:
         expert_tp: Tensor ranks over which an expert is split.
         optimizer_copies: Copies of a sharded optimizer, each over a part of the ranks.
         grouped: Whether experts are grouped products with streams of their own.
+        wide_gradients: Whether gradients are summed in float32 beside those in 16 bits.
         gradient_copy: Whether the optimizer keeps gradients in float32 beside those in 16 bits.
         stack: The software.
         hardware: The machines.
@@ -104,6 +105,7 @@ class Job:
     expert_tp: int
     optimizer_copies: int
     grouped: bool
+    wide_gradients: bool
     gradient_copy: bool
     stack: SoftwareStack
     hardware: Hardware
@@ -177,6 +179,7 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
         dtype=_dtype(row, assumed), expert_tp=int(expert_tp[1]) if expert_tp else tp,
         optimizer_copies=int(copies[1]) if copies else 1,
         grouped='"--moe-grouped-gemm": true' in row.notes,
+        wide_gradients="fp32 gradient" in (plan["precision"] or ""),
         gradient_copy="fp16" in (plan["precision"] or ""), stack=software, hardware=hardware,
         assumed=tuple(assumed),
     )  # fmt: skip

@@ -125,6 +125,8 @@ def stage_memory(job: Job, stage: int, *, peak: bool = True) -> Memory:
         gradient = 2.0
     state = 8.0 if whole else ADAM_BYTES
     copy = total(4.0, 1) if job.gradient_copy else 0.0
+    if job.wide_gradients:  # 16-bit gradients and their buffer beside the float32 sums
+        copy += total(4.0, 2)
     saved, transient = _activations(job, stage) if peak else (0.0, 0.0)
     workspace = WORKSPACE_BYTES + (MESSAGE_BYTES if job.pp > 1 else 0)
     workspace += GROUPED_BYTES if job.grouped else 0
@@ -176,7 +178,7 @@ def _block(job: Job, found: Activations) -> tuple[float, float]:
     return found.block, 0.0
 
 
-PER_OP_KEPT = 0.41
+PER_OP_KEPT = 0.37
 """Share of a block's activations that torch's per-op checkpointing keeps: every second product,
 attention and reductions."""
 

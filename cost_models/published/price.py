@@ -57,6 +57,8 @@ BUCKET_BYTES = 1e9
 COLLECTIVE_S = 25e-6
 NETWORK_COLLECTIVE_S = 60e-6
 """Time a tensor-parallel collective takes beside its bytes, within a node and across nodes."""
+COLLECTIVE_LAUNCHES = 4.0
+"""Launches that a collective takes the host: NCCL's kernel, two events and framework code."""
 SEND_S = 30e-6
 STEP_S = 15e-3
 """Host work of a step: optimizer loop, logging, data."""
@@ -195,12 +197,11 @@ class Batch:
         batched = np.maximum(batched, moving)
         batched = batched * np.where(kernel["odd_head"], device["misaligned_head"][job], 1.0)
         batched = batched * np.where(kernel["half_head"], ODD_HEAD, 1.0)
-        seconds = np.select(
+        return np.select(
             [kind == tables.ATTENTION, kind == tables.BATCHED, kind == tables.ELEMENT],
             [attention, batched, moving * stack["element_factor"][job]],
             product,
         )
-        return np.maximum(seconds, columns["launches"] * device["launch_s"][job])
 
     def price(self, values: Constants | None = None) -> Times:
         """Seconds of a step of every job.
@@ -287,15 +288,17 @@ class _Block:
     last: Floats
 
 
-def _block(batch: Batch, seconds: Floats, factor: Floats, link: Floats, network: Floats) -> _Block:
+def _block(
+    batch: Batch, seconds: Floats, factor: Floats, launch: Floats, link: Floats, network: Floats
+) -> _Block:
     table, size = batch.table, batch.sizes
     backward = table.columns["backward"] > 0
     core = table.columns["core"] > 0
     products = table.is_("kind", tables.MATMUL) | table.is_("kind", tables.GROUPED)
 
-    def part(mask: Flags) -> Floats:
-        dense = table.total(seconds, mask & table.is_("part", tables.BLOCK))
-        sparse = table.total(seconds, mask & table.is_("part", tables.SPARSE))
+    def part(mask: Flags, spent: Floats = seconds) -> Floats:
+        dense = table.total(spent, mask & table.is_("part", tables.BLOCK))
+        sparse = table.total(spent, mask & table.is_("part", tables.SPARSE))
         return dense * (1 - size["sparse_share"]) + sparse * size["sparse_share"]
 
     forward = part(~backward)
@@ -312,12 +315,25 @@ def _block(batch: Batch, seconds: Floats, factor: Floats, link: Floats, network:
     routing = routing * size["sparse_share"]
     tensor_forward = 2 * reduce * hidden + 0.3 * exchange + 2 * routing
     tensor_backward = (2 + times) * reduce * hidden + 0.6 * exchange + (2 + times) * routing
+    # The host launches ahead of the device, so the slower of the two decides.
+    host = table.columns["launches"] * launch[table.job]
+    split = np.where(size["tp"] > 1, COLLECTIVE_LAUNCHES * launch, 0.0)
+    host_forward = part(~backward, host) + 2 * split
+    host_again = np.where(kinds == "full", host_forward * size["recompute_share"], 0.0)
+    host_backward = part(backward, host) + 2 * split + host_again
+    ends = {
+        place: np.maximum(
+            table.total(seconds, table.is_("part", place)) * factor + reduce,
+            table.total(host, table.is_("part", place)) + split,
+        )
+        for place in (tables.FIRST, tables.LAST)
+    }
     return _Block(
-        forward=forward * factor + tensor_forward,
-        backward=(part(backward) + again) * factor + tensor_backward,
+        forward=np.maximum(forward * factor + tensor_forward, host_forward),
+        backward=np.maximum((part(backward) + again) * factor + tensor_backward, host_backward),
         tensor=tensor_forward + tensor_backward,
-        first=table.total(seconds, table.is_("part", tables.FIRST)) * factor + reduce,
-        last=table.total(seconds, table.is_("part", tables.LAST)) * factor + reduce,
+        first=ends[tables.FIRST],
+        last=ends[tables.LAST],
     )
 
 
@@ -327,7 +343,7 @@ def _assemble(
     size = batch.sizes
     link = size["link"] * device["link_share"]
     network = size["network"] * device["network_share"]
-    block = _block(batch, seconds, stack["time_factor"], link, network)
+    block = _block(batch, seconds, stack["time_factor"], device["launch_s"], link, network)
     layer = block.forward + block.backward
     alone = size["pp"] <= 1
     whole = size["layers"] * layer + block.first + block.last

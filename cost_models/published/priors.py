@@ -52,8 +52,8 @@ DEVICE_PRIORS: Mapping[str, Constant] = {
         meaning="share of twice the 16-bit rate that fp8 matmuls reach",
     ),
     "launch_s": Constant(
-        prior=20e-6, spread=0.4, low=2e-6, high=60e-6,
-        meaning="least time of a kernel: launch and host code",
+        prior=32e-6, spread=0.3, low=2e-6, high=60e-6,
+        meaning="time of the host per kernel: Python, dispatch, launch",
     ),
 }  # fmt: skip
 _OWN_PRIORS: Mapping[Target, tuple[float, float]] = {

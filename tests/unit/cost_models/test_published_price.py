@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from autopar.cli.main import main
 from autopar.cost_models.published import tables
-from autopar.cost_models.published.jobs import Hardware, Job
+from autopar.cost_models.published.features import entries_of
+from autopar.cost_models.published.jobs import Hardware, Job, read_job
+from autopar.cost_models.published.predict import validate
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.priors import Parameter, expand
+from autopar.cost_models.published.rows import SHIPPED, read_rows
 from autopar.cost_models.published.solve import solve
 from autopar.cost_models.published.stats import error_stats, ranking, spearman
 from autopar.cost_models.published.tables import Entry
@@ -23,7 +28,8 @@ JOB = Job(
     id="a", group="x", config=CONFIG, seq=1024, global_batch=32, micro_batch=4, dp=1, tp=1, pp=1,
     cp=1, ep=1, sequence_parallel=False, asynchronous_tp=False, chunks=1, stage_layers=(8,),
     zero=0, regather=False, zero_group=0, recompute="none", recompute_share=0.0, dtype="bf16",
-    expert_tp=1, optimizer_copies=1, grouped=False, gradient_copy=False,
+    expert_tp=1, optimizer_copies=1, grouped=False, wide_gradients=False,
+    gradient_copy=False,
     stack=stack("mcore"),
     hardware=Hardware(
         device="H100-SXM", per_node=8, domain=8, network_bytes_per_s=4e11, memory_bytes=80 * 2**30
@@ -144,3 +150,65 @@ def test_stacks_have_at_most_four_constants_in_their_ranges():
         with_constants(stack("mcore"), {"time_factor": 9.0})
     with pytest.raises(InputError, match="no constant 'speed'"):
         with_constants(stack("mcore"), {"speed": 1.0})
+
+
+ROW_IDS = (
+    "foundry-h100_80gb-7b-s8192-g8-mb8-amp_bf16",
+    "internevo-t1z8-g128",
+    "vtrain-multi-96L12288h-g512-b1536-mb2-t4d8p16",
+)
+
+
+def test_rows_are_priced_through_their_graphs():
+    rows = [row for row in read_rows() if row.id in ROW_IDS]
+    assert len(rows) == len(ROW_IDS)
+    result = validate(rows)
+    assert not result.skipped
+    for item in result.comparisons:
+        assert item.predicted == pytest.approx(item.measured, rel=0.12), item.row.id
+    job = read_job(rows[0])
+    products = sum(entry.flops for entry in entries_of(job) if entry.kind == tables.MATMUL)
+    tokens, config = job.micro_batch * job.seq, job.config
+    weights = 12 * config.hidden**2 + config.vocab * config.hidden
+    assert products == pytest.approx(6 * tokens * weights, rel=1e-3)
+
+
+def test_the_command_prints_json_and_names_what_it_skips(tmp_path, capsys):
+    lines = SHIPPED.read_text().splitlines()
+    wanted = (ROW_IDS[0], "titan-405b-4d-cp1", "mcore-te_tp1_pp4_resume_torch_dist-dgx_h100")
+    chosen = [line for line in lines if json.loads(line)["id"] in wanted]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(chosen))
+    assert main(["validate", "--rows", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"overall", "groups", "rows", "skipped"}
+    assert set(found["overall"]["step_time_s"]) == {
+        "n", "mean_abs_error", "median_abs_error", "p90_abs_error", "max_abs_error", "bias",
+    }  # fmt: skip
+    assert found["skipped"] == [
+        {"id": "titan-405b-4d-cp1", "reason": "plan.micro_batch is not stated"}
+    ]
+    assert all(set(row) == {"id", "quantity", "measured", "predicted", "assumed"}
+               for row in found["rows"])  # fmt: skip
+    file.write_text(chosen[0] + "\n{}\n")
+    assert main(["validate", "--rows", str(file), "--json"]) == 2
+    assert "line 2: no field 'id'" in capsys.readouterr().out
+    assert main(["validate", "--rows", str(tmp_path / "none")]) == 2
+
+
+LIMITS = {
+    "llm-foundry": 0.06, "vtrain-multi": 0.07, "bigscience-bloom-prequel": 0.065,
+    "internevo": 0.04, "flagperf": 0.07, "torchtitan": 0.08, "sailor-gh200": 0.15,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_all_rows_stay_within_the_errors_that_were_reached():
+    result = validate(read_rows())
+    overall = result.overall()["step_time_s"]
+    assert overall.mean_abs_error <= 0.05 and overall.median_abs_error <= 0.035
+    assert overall.p90_abs_error <= 0.12 and abs(overall.bias) <= 0.02
+    groups = result.groups()
+    for name, limit in LIMITS.items():
+        assert groups[name]["step_time_s"].mean_abs_error <= limit, name
+    assert result.overall()["static_bytes"].mean_abs_error <= 0.03
