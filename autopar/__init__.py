@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import CompiledModel, compile, load_plan, plan, trace, verify
+    from autopar.api import CompiledModel, compile, evaluate, load_plan, plan, trace, verify
     from autopar.cost_models.cluster import ClusterSpec
     from autopar.errors import (
         AutoparError,
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CompiledModel": "autopar.api",
     "compile": "autopar.api",
+    "evaluate": "autopar.api",
     "load_plan": "autopar.api",
     "verify": "autopar.api",
     "ClusterSpec": "autopar.cost_models.cluster",
@@ -59,6 +60,7 @@ __all__ = [
     "RuleError",
     "TraceError",
     "compile",
+    "evaluate",
     "load_plan",
     "plan",
     "trace",

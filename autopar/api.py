@@ -1,4 +1,4 @@
-"""The public functions: compile, plan, load_plan, verify, trace."""
+"""The public functions: compile, plan, load_plan, evaluate, verify, trace."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.evaluate import Prediction, Software
+from autopar.cost_models.evaluate import evaluate as price
 from autopar.errors import InputError
-from autopar.plan.build import make_plan
+from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator
@@ -27,6 +29,7 @@ __all__ = [
     "CompiledModel",
     "VerifyReport",
     "compile",
+    "evaluate",
     "load_plan",
     "plan",
     "trace",
@@ -195,6 +198,10 @@ def plan(
 
     Returns:
         The plan; no process group is needed.
+
+    Raises:
+        PlanError: If a cluster is given and a device has too little memory for the plan; names
+            what is too large, and by how much. Of CPUs only measured clusters are judged.
     """
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
@@ -205,7 +212,54 @@ def plan(
         axes.check_world_size(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
+    if spec is not None and traced.loss is not None and _memory_is_known(spec):
+        price(made, traced.graph, spec, loss=traced.loss).refuse_unless_fits()
     return made
+
+
+def _memory_is_known(cluster: ClusterSpec) -> bool:
+    """Whether the memory of devices is more than a guess."""
+    measured = ("memory.memory_gib" in dict(group.figures) for group in cluster.groups)
+    return all(
+        group.hardware.kind != "cpu" or known
+        for group, known in zip(cluster.groups, measured, strict=True)
+    )
+
+
+def evaluate(
+    plan: Plan | str | Path,
+    model: nn.Module,
+    cluster: ClusterSpec | str | int,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: str = "adamw",
+) -> Prediction:
+    """What a plan takes on a cluster one need not have: seconds of a step, bytes of every rank.
+
+    Args:
+        plan: The plan or plan file.
+        model: The module; its parameters may be on the meta device.
+        cluster: The cluster.
+        args: Arguments of one call with the global batch.
+        kwargs: Its keyword arguments.
+        loss_fn: See `compile`.
+        optimizer: Name of the optimizer.
+
+    Returns:
+        The prediction; `autopar.cost_models.explain` says where it comes from.
+
+    Raises:
+        AutoparError: If the plan does not fit the model or has more ranks than the cluster devices.
+    """
+    _check_call(args, kwargs, ("args", "kwargs"))
+    traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
+    spec, made = _cluster(cluster), _plan(plan)
+    assert spec is not None and made is not None
+    apply_plan(made, traced.graph)  # says what does not fit
+    software = Software.of(spec.hardware(0), optimizer)
+    return price(made, traced.graph, spec, loss=traced.loss, software=software)
 
 
 def load_plan(path: str | Path) -> Plan:

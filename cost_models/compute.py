@@ -228,6 +228,10 @@ class Speeds:
         found, formats = device.efficiency, formats or {}
         peaks, size = [], []
         for dtype, kind in zip(columns.dtypes, columns.kind, strict=True):
+            if kind == STREAM:  # bytes decide, whatever the numbers are
+                peaks.append(1.0)
+                size.append(1.0)
+                continue
             narrow = formats.get(dtype, dtype) if kind in _PRODUCTS else dtype
             low = narrow != dtype and narrow in ("fp8", "fp4")
             peaks.append(device.peak(narrow) * (found.low_precision_share if low else 1.0))

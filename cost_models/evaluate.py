@@ -1,0 +1,390 @@
+"""What a plan takes: seconds of a step and bytes of every rank, and where they come from.
+
+The one door to the cost model: pure, without torch, deterministic. `Evaluator` holds what depends
+on the model and the cluster alone, so that a search can price thousands of plans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_models.allocator import Reserve, reserve
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.collectives import price
+from autopar.cost_models.device import Device
+from autopar.cost_models.events import schedule_of
+from autopar.cost_models.implementation import CPU, CUDA, Implementation
+from autopar.cost_models.layout import Layout, Placement
+from autopar.cost_models.memory import RankMemory, rank_memory, stage_edges, static_memory
+from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
+from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
+from autopar.cost_models.simulate import Split, Task, Timeline, simulate
+from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
+from autopar.cost_models.stages import StageModel, stage_models
+from autopar.errors import PlanError
+from autopar.graph.ir import Graph
+from autopar.plan.plan import Plan
+from autopar.plan.strategies import split_axes
+from autopar.schedules.actions import Action, Schedule
+from autopar.sharding.mesh import Mesh
+from autopar.units import format_bytes
+
+_PLACED = 64
+_REMEDIES: Mapping[str, str] = {
+    "parameters": "zero=3, a larger tensor or pipeline axis",
+    "gradients": "zero=2, a larger tensor or pipeline axis",
+    "optimizer": "zero=1 over the data axes",
+    "saved": "recompute=selective or full, more microbatches, sequence parallelism (megatron_sp)",
+    "temporary": "more microbatches, a tensor axis over the vocabulary",
+    "boundary": "more microbatches, sequence parallelism (megatron_sp)",
+}
+"""What makes each kind of memory smaller."""
+UPDATE_PASSES: Mapping[str, float] = {"single": 20.0, "foreach": 20.0, "fused": 7.0}
+"""How often an Adam update touches an element of a parameter, by `OptimizerMemory.loop`:
+fused reads weight, gradient and two moments and writes three; torch's loops run the ten ops of the
+formula one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """How the plan is carried out: what decides memory, and what decides seconds.
+
+    Attributes:
+        implementation: Kernels, as far as work and memory depend on them.
+        speed: Kernels and host, as far as seconds do.
+        optimizer: What the optimizer keeps and does.
+        gloo: Whether collectives need the memory that gloo needs; else NCCL's.
+        context_bytes: Memory of a device outside of the allocator.
+    """
+
+    implementation: Implementation = CPU
+    speed: Speed = field(default_factory=Speed)
+    optimizer: OptimizerMemory = field(default_factory=lambda: OPTIMIZERS["adamw"])
+    gloo: bool = False
+    context_bytes: int = 0
+
+    @classmethod
+    def of(cls, device: Device, optimizer: str = "adamw") -> Software:
+        """This package's runtime on a device."""
+        found = OPTIMIZERS[optimizer]
+        passes = UPDATE_PASSES[found.loop] * (found.moments + 1.5) / 3.5
+        cpu = device.kind == "cpu"
+        return cls(
+            implementation=CPU if cpu else CUDA,
+            speed=Speed(update_passes=passes, slowdown=1.0 if cpu else 0.2),
+            optimizer=found,
+            gloo=cpu,
+            context_bytes=0 if cpu else 1_500_000_000,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCost:
+    """One pipeline rank: all ranks at its place do and hold the same.
+
+    Attributes:
+        rank: The pipeline rank.
+        time: Where its step goes.
+        memory: What it holds.
+        reserve: What the allocator makes of that.
+        capacity_bytes: What its device has for it.
+    """
+
+    rank: int
+    time: Split
+    memory: RankMemory
+    reserve: Reserve
+    capacity_bytes: int
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes beyond the capacity, negative if it fits."""
+        return self.reserve.device_bytes - self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Everything predicted of a plan.
+
+    Attributes:
+        step_s: Seconds of a training step.
+        timeline: All actions of all pipeline ranks.
+        stages: What each stage takes.
+        ranks: Each pipeline rank.
+    """
+
+    step_s: float
+    timeline: Timeline
+    stages: tuple[StageCost, ...]
+    ranks: tuple[RankCost, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return all(rank.over_bytes <= 0 for rank in self.ranks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of live tensors on any rank."""
+        return max(rank.memory.peak_bytes for rank in self.ranks)
+
+    def refuse_unless_fits(self) -> None:
+        """Refuse a plan for which some device has too little memory.
+
+        Raises:
+            PlanError: Names the rank with least room, by how much it is over, and what is largest.
+        """
+        if self.fits:
+            return
+        rank = max(self.ranks, key=lambda rank: (rank.over_bytes, -rank.rank))
+        peak = sorted(rank.memory.peak.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak if size)
+        raise PlanError(
+            f"the plan does not fit: pipeline rank {rank.rank} needs"
+            f" {format_bytes(rank.reserve.device_bytes)} (predicted),"
+            f" {format_bytes(rank.over_bytes)} more than its device has; largest is {peak[0][0]}",
+            expected=f"at most {format_bytes(rank.capacity_bytes)}; live tensors at the peak"
+            f" ({rank.memory.where or 'start of the step'}): {parts}",
+            fix=_REMEDIES.get(peak[0][0], "divide the model among more devices"),
+            where="plan",
+        )
+
+
+class Evaluator:
+    """Prices plans of one model on one cluster.
+
+    Args:
+        graph: The model.
+        loss: Name of the value that is the loss, None without.
+        cluster: The cluster.
+        software: How plans are carried out; this package's runtime by default.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        loss: str | None,
+        cluster: ClusterSpec,
+        software: Software | None = None,
+    ) -> None:
+        self.graph, self.loss, self.cluster = graph, loss, cluster
+        self.software = software or Software.of(cluster.hardware(0))
+        self.layout = Layout.of(graph)
+        self._placed: dict[object, Placement] = {}
+
+    def evaluate(self, plan: Plan) -> Prediction:
+        """Seconds and bytes of a plan.
+
+        Raises:
+            PlanError: If the plan does not fit the model or the cluster.
+        """
+        models = stage_models(self._place(plan), plan, self.loss, self.software.implementation)
+        return self.price(plan, models)
+
+    def _place(self, plan: Plan) -> Placement:
+        """How the plan places values; plans that differ in other things share it."""
+        overrides = tuple(sorted(plan.overrides.items()))
+        key = (
+            plan.mesh, plan.strategy, plan.order, plan.storage, plan.explicit, overrides,
+            plan.parameters, plan.pipeline, plan.zero,
+        )  # fmt: skip
+        if key not in self._placed:
+            if len(self._placed) >= _PLACED:
+                self._placed.clear()
+            self._placed[key] = self.layout.place(plan)
+        return self._placed[key]
+
+    def price(self, plan: Plan, models: tuple[StageModel, ...]) -> Prediction:
+        """The same of stages that are known."""
+        schedule = schedule_of(plan)
+        devices = _devices(self.cluster, plan, schedule)
+        mesh, names = _fine_mesh(plan)
+        prices = Prices(self.cluster, mesh, names)
+        costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software)
+        timeline = _simulate(plan, schedule, models, costs, prices, self.software.speed)
+        ranks = tuple(
+            self._rank(plan, models, rank, split, devices[rank])
+            for rank, split in enumerate(timeline.splits)
+        )
+        return Prediction(
+            step_s=timeline.step_s + self.software.speed.step_s,
+            timeline=timeline,
+            stages=costs,
+            ranks=ranks,
+        )
+
+    def _rank(
+        self,
+        plan: Plan,
+        models: tuple[StageModel, ...],
+        rank: int,
+        split: Split,
+        device: Device,
+    ) -> RankCost:
+        software = self.software
+        memory = rank_memory(models, plan, rank, software.optimizer, gloo=software.gloo)
+        return RankCost(
+            rank=rank,
+            time=split,
+            memory=memory,
+            reserve=reserve(
+                memory, context_bytes=software.context_bytes, caching=device.kind != "cpu"
+            ),
+            capacity_bytes=device.usable_bytes,
+        )
+
+
+def evaluate(
+    plan: Plan,
+    graph: Graph,
+    cluster: ClusterSpec,
+    *,
+    loss: str | None = None,
+    software: Software | None = None,
+) -> Prediction:
+    """Seconds and bytes of a plan; see `Evaluator` to price many of one model.
+
+    Args:
+        plan: The plan.
+        graph: The model it was made for.
+        cluster: What it runs on.
+        loss: Name of the value that is the loss; None for the graph's first output.
+        software: How it is carried out; this package's runtime by default.
+
+    Raises:
+        PlanError: If the plan does not fit the model or the cluster.
+    """
+    return Evaluator(graph, loss, cluster, software).evaluate(plan)
+
+
+def _devices(cluster: ClusterSpec, plan: Plan, schedule: Schedule) -> tuple[Device, ...]:
+    """The slowest device at every place of the pipeline."""
+    mesh = plan.device_mesh
+    if mesh.size > cluster.num_devices:
+        raise PlanError(
+            f"the plan needs {mesh.size} devices, cluster {cluster} has {cluster.num_devices}",
+            fix="plan for this cluster, or name a larger one",
+            where="plan: mesh",
+        )
+    if cluster.is_uniform:
+        return (cluster.hardware(0),) * schedule.num_ranks
+    found: list[list[Device]] = [[] for _ in range(schedule.num_ranks)]
+    axis = plan.pipeline.axis
+    place = mesh.names.index(axis) if axis in mesh.names else None
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)[place] if place is not None else 0
+        found[at].append(cluster.hardware(rank))
+    return tuple(min(devices, key=lambda device: device.peak("bf16")) for devices in found)
+
+
+def _fine_mesh(plan: Plan) -> tuple[Mesh, dict[str, str]]:
+    """All devices with the sub-axes that choices are made of, and whose sub-axes they are."""
+    axes: list[tuple[str, int]] = []
+    names: dict[str, str] = {}
+    for name, size in plan.mesh:
+        whole = name == plan.pipeline.axis
+        fine = [(name, size)] if whole else list(split_axes(Mesh(((name, size),)))[0].axes)
+        axes += fine
+        names |= {sub: name for sub, _ in fine}
+    return Mesh(tuple(axes)), names
+
+
+def _stage_costs(
+    models: tuple[StageModel, ...],
+    places: tuple[int, ...],
+    devices: tuple[Device, ...],
+    prices: Prices,
+    software: Software,
+) -> tuple[StageCost, ...]:
+    """What every stage takes; equal stages are priced once."""
+    known: dict[object, StageCost] = {}
+    found = []
+    for model in models:
+        device = devices[places[model.index]]
+        key = (id(model.work.kernels), device.name)
+        if key not in known:
+            held = static_memory(model.parameters, model.buckets, software.optimizer)
+            touched = held.updated * software.speed.update_passes
+            known[key] = price_stage(model, device, prices, software.speed, touched)
+        found.append(known[key])
+    return tuple(found)
+
+
+def _simulate(
+    plan: Plan,
+    schedule: Schedule,
+    models: tuple[StageModel, ...],
+    costs: tuple[StageCost, ...],
+    prices: Prices,
+    speed: Speed,
+) -> Timeline:
+    edges, gradient_edges = stage_edges(models)
+    wires = _Wires(plan, schedule, models, prices)
+    per_update = schedule.microbatches_per_update
+    done: Counter[tuple[int, str]] = Counter()
+    tasks: dict[tuple[int, str, bool], Task] = {}
+
+    def task_of(action: Action) -> Task:
+        cost = costs[action.stage]
+        if action.kind == "REDUCE":
+            return Task()
+        if action.kind == "UPDATE":
+            return Task(compute_s=cost.update_kernels_s, inline_s=sum(cost.update.values()))
+        # As the runtime counts: the last to run, whatever its number.
+        done[action.stage, action.kind] += 1
+        last = done[action.stage, action.kind] % per_update == 0
+        key = (action.stage, action.kind, last)
+        if key not in tasks:
+            program = (cost.last if last else cost.programs)[action.kind]
+            tasks[key] = program.task(speed.overlap, joins=action.kind == "F" or not last)
+        return tasks[key]
+
+    return simulate(
+        schedule, task_of, wires.seconds,
+        edges=edges, gradient_edges=gradient_edges, slowdown=speed.slowdown,
+    )  # fmt: skip
+
+
+class _Wires:
+    """Seconds of messages between stages."""
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, models: tuple[StageModel, ...], prices: Prices
+    ) -> None:
+        self.places, self.prices, self.axis = schedule.stage_ranks, prices, plan.pipeline.axis
+        self.sizes: Counter[tuple[int, int, str]] = Counter()
+        for model in models:
+            for item in model.messages:
+                if item.source == model.index:
+                    self.sizes[item.source, item.target, "SEND_F"] += item.size_bytes
+                    if item.gradient:
+                        self.sizes[item.target, item.source, "SEND_B"] += item.size_bytes
+        self.known: dict[tuple[int, int, str], float] = {}
+        self.pairs: dict[tuple[int, int], tuple[Span, ...]] = {}
+
+    def seconds(self, action: Action) -> float:
+        """Seconds of the message of a send."""
+        assert action.peer is not None
+        key = (action.stage, action.peer, action.kind)
+        if key not in self.known:
+            pair = (self.places[action.stage], self.places[action.peer])
+            if pair not in self.pairs:
+                self.pairs[pair] = self._spans(*pair)
+            size = self.sizes[key]
+            found = (price("send", size, span).seconds for span in self.pairs[pair])
+            self.known[key] = max(found, default=0.0)
+        return self.known[key]
+
+    def _spans(self, source: int, target: int) -> tuple[Span, ...]:
+        """What the messages of all pipelines cross, sent at the same time."""
+        if source == target:
+            return ()
+        cluster, mesh = self.prices.cluster, self.prices.mesh
+        size = mesh.axis_size(self.axis)
+        if abs(source - target) in (1, size - 1):
+            near = send_spans(cluster, mesh, self.axis, around=size > 2)
+            return near[min(source, target) if abs(source - target) == 1 else size - 1]
+        groups = axis_groups(mesh, (self.axis,))
+        return spans(cluster, [(group[source], group[target]) for group in groups])
