@@ -203,6 +203,32 @@ def plan(
         PlanError: If a cluster is given and a device has too little memory for the plan; names
             what is too large, and by how much. Of CPUs only measured clusters are judged.
     """
+    made, found = plan_and_predict(
+        model, cluster, args, kwargs,
+        loss_fn=loss_fn, mesh=mesh, constraints=constraints, strict=strict,
+    )  # fmt: skip
+    if found is not None:
+        found.refuse_unless_fits()
+    return made
+
+
+def plan_and_predict(
+    model: nn.Module,
+    cluster: ClusterSpec | str | int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: Mesh | str | Mapping[str, int] | None = None,
+    constraints: str | Mapping[str, object] | None = None,
+    strict: bool = False,
+) -> tuple[Plan, Prediction | None]:
+    """`plan`, and what the plan takes if a cluster is given and the model has a loss.
+
+    Returns:
+        The plan, also if it does not fit, and the prediction. None for CPUs whose memory is not
+        measured.
+    """
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
@@ -212,9 +238,9 @@ def plan(
         axes.check_world_size(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
-    if spec is not None and traced.loss is not None and _memory_is_known(spec):
-        price(made, traced.graph, spec, loss=traced.loss).refuse_unless_fits()
-    return made
+    if spec is None or traced.loss is None or not _memory_is_known(spec):
+        return made, None
+    return made, price(made, traced.graph, spec, loss=traced.loss)
 
 
 def _memory_is_known(cluster: ClusterSpec) -> bool:

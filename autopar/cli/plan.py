@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from autopar.cli import options as shared
+from autopar.errors import PlanError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +33,11 @@ def run(options: argparse.Namespace) -> int:
 
     loaded = load_model(options.model)
     from autopar import api
+    from autopar.cost_models.explain import memory_tree, time_tree
 
-    plan = api.plan(
+    plan, found = api.plan_and_predict(
         loaded.model,
-        None,
+        options.cluster,
         loaded.args,
         loaded.kwargs,
         loss_fn=loaded.loss_fn,
@@ -49,6 +51,15 @@ def run(options: argparse.Namespace) -> int:
         print(plan.to_json(), end="")
     else:
         print(plan.summary())
+        if found is not None:
+            lines = [*time_tree(found).lines(), *memory_tree(found).lines()]
+            print("predicted", *(f"  {line}" for line in lines), sep="\n")
         if options.output:
             print(f"saved to {options.output}", file=sys.stderr)
+    try:
+        if found is not None:
+            found.refuse_unless_fits()
+    except PlanError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     return 0

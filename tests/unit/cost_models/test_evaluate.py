@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import api
+from autopar.cli.main import main
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Evaluator, Prediction, Software
 from autopar.cost_models.explain import memory_tree, time_tree
@@ -204,3 +205,13 @@ def test_a_large_plan_is_priced_by_its_distinct_stages():
     # Embedding, layers alone, and head: see tests/bench/bench_evaluate.py for times.
     assert len({id(stage) for stage in found.stages}) == 3
     assert found.fits
+
+
+@pytest.mark.parametrize(("cluster", "code"), [("4xA100", 0), ("4xV100-16", 1)])
+def test_plan_prints_what_it_takes_on_a_cluster(cluster, code, capsys):
+    words = ["plan", "tests.models.gpt3:build_small", "--cluster", cluster, "--strategy", "ddp"]
+    assert main([*words, "--microbatches", "96"]) == code
+    out, err = capsys.readouterr()
+    assert "step of pipeline rank 0 (predicted)" in out
+    assert "device of pipeline rank 0 (predicted)" in out
+    assert ("does not fit" in err) == bool(code)
