@@ -57,6 +57,8 @@ BUCKET_BYTES = 1e9
 COLLECTIVE_S = 25e-6
 NETWORK_COLLECTIVE_S = 60e-6
 """Time a tensor-parallel collective takes beside its bytes, within a node and across nodes."""
+RACE = 3.0
+"""Power mean of the times of host and device: infinity would be the plain maximum."""
 COLLECTIVE_LAUNCHES = 4.0
 """Launches that a collective takes the host: NCCL's kernel, two events and framework code."""
 SEND_S = 30e-6
@@ -288,6 +290,14 @@ class _Block:
     last: Floats
 
 
+def _race(device: Floats, host: Floats) -> Floats:
+    """Seconds of work that the host launches ahead of the device: those of the slower of the two.
+
+    Where both take about as long, each waits for the other now and then.
+    """
+    return np.power(device**RACE + host**RACE, 1 / RACE)
+
+
 def _block(
     batch: Batch, seconds: Floats, factor: Floats, launch: Floats, link: Floats, network: Floats
 ) -> _Block:
@@ -315,22 +325,21 @@ def _block(
     routing = routing * size["sparse_share"]
     tensor_forward = 2 * reduce * hidden + 0.3 * exchange + 2 * routing
     tensor_backward = (2 + times) * reduce * hidden + 0.6 * exchange + (2 + times) * routing
-    # The host launches ahead of the device, so the slower of the two decides.
     host = table.columns["launches"] * launch[table.job]
     split = np.where(size["tp"] > 1, COLLECTIVE_LAUNCHES * launch, 0.0)
     host_forward = part(~backward, host) + 2 * split
     host_again = np.where(kinds == "full", host_forward * size["recompute_share"], 0.0)
     host_backward = part(backward, host) + 2 * split + host_again
     ends = {
-        place: np.maximum(
+        place: _race(
             table.total(seconds, table.is_("part", place)) * factor + reduce,
             table.total(host, table.is_("part", place)) + split,
         )
         for place in (tables.FIRST, tables.LAST)
     }
     return _Block(
-        forward=np.maximum(forward * factor + tensor_forward, host_forward),
-        backward=np.maximum((part(backward) + again) * factor + tensor_backward, host_backward),
+        forward=_race(forward * factor + tensor_forward, host_forward),
+        backward=_race((part(backward) + again) * factor + tensor_backward, host_backward),
         tensor=tensor_forward + tensor_backward,
         first=ends[tables.FIRST],
         last=ends[tables.LAST],
