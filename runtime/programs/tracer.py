@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.runtime.programs import fakes
+
 
 class _Current(threading.local):
     recorder: Recorder | None = None
@@ -54,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # an id is unique among the living
+        self._memo: fakes.Memo | None = None
         self._outer: Recorder | None = None
 
     def input(self, tensor: Tensor, name: str) -> fx.Node:
@@ -74,6 +77,10 @@ class Recorder(TorchDispatchMode):
     def _put(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
+        if self._memo is None and isinstance(tensor, FakeTensor):
+            self._memo = fakes.Memo(tensor.fake_mode)
+        if self._memo is not None:
+            self._memo.note(tensor)
 
     def _constant(self, tensor: Tensor) -> fx.Node:
         name = f"constant_{len(self.constants)}"
@@ -100,8 +107,10 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator and note it."""
+        if func is fakes.DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         many = isinstance(result, tuple | list)
         if not any(isinstance(item, Tensor) for item in (result if many else (result,))):
             return result  # a question about a tensor, such as its device
@@ -122,6 +131,17 @@ class Recorder(TorchDispatchMode):
                 part = self.graph.call_function(operator.getitem, (node, index))
                 part.meta["val"] = item
                 self._put(item, part)
+        return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memo = self._memo
+        call = None if memo is None else memo.key(func, args, kwargs)
+        if memo is None or call is None:
+            return func(*args, **kwargs)
+        result = memo.recall(*call)
+        if result is None:
+            result = func(*args, **kwargs)
+            memo.learn(*call, result)
         return result
 
     def __enter__(self) -> Recorder:
