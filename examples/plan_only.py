@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 import autopar
+from autopar.cost_models.explain import memory_tree, time_tree
 from autopar.runtime.tiny_gpt import GPT, GPTConfig
 
 
@@ -17,15 +18,17 @@ def main() -> None:
         config = GPTConfig(vocabulary=50304, context=2048, layers=24, heads=16, width=2048)
         model = GPT(config)
         tokens = torch.empty(512, 2048, dtype=torch.int64)
+    cluster = autopar.ClusterSpec.parse("8x8xH100-SXM")
     plan = autopar.plan(
         model,
-        autopar.ClusterSpec.parse("8x8xH100-SXM"),
+        cluster,
         (tokens, tokens),
-        {},
         mesh="dp=8,tp=8",
-        constraints="megatron",
+        constraints="megatron,microbatches=8,zero=1",
     )
     print(plan.summary())
+    found = autopar.evaluate(plan, model, cluster, (tokens, tokens))
+    print(*time_tree(found).lines(), *memory_tree(found).lines(), sep="\n")
 
 
 if __name__ == "__main__":

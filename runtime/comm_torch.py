@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Sequence
@@ -217,6 +218,13 @@ def _join(job: JobEnvironment, device: torch.device, timeout_s: float) -> None:
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Stop the threads of the process group before the interpreter takes their ground away."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _choose_device(device: str | torch.device | None, local_rank: int) -> torch.device:
