@@ -108,15 +108,15 @@ class Bucket:
         """Bytes of one rank's shard."""
         return self.size_bytes // self.group
 
-    def cuts(self, position: int) -> list[int]:
-        """Elements of each member that has some in the shard of the rank at `position`."""
+    def cuts(self, position: int) -> list[tuple[LocalParameter, int]]:
+        """Members with elements in the shard of the rank at `position`, and how many."""
         size = self.numel // self.group
         start, end = position * size, (position + 1) * size
         parts = (
-            min(end, offset + item.numel) - max(start, offset)
+            (item, min(end, offset + item.numel) - max(start, offset))
             for item, offset in zip(self.members, self.offsets, strict=True)
         )
-        return [part for part in parts if part > 0]
+        return [(item, numel) for item, numel in parts if numel > 0]
 
 
 def local_parameter(

@@ -38,11 +38,12 @@ class Event:
 
     Attributes:
         kind: ``post``: memory for a message appears. ``take``: the message is handed over.
-            ``run``: a program runs. ``send``: a message is on its way, which changes nothing.
+            ``run``: a program runs. ``send``: a message is on its way.
             ``release``: it is known to have arrived.
             ``reduce``, ``update``: of a stage.
         stage: The stage.
         what: Of a run the kind of action; of a message ``F`` or ``B``.
+        microbatch: The microbatch, of a run or a message.
         peer: Stage at the other end of a message.
         last: Whether it is the last backward of its kind before an update.
         update: The update that the microbatch of a run belongs to.
@@ -53,6 +54,7 @@ class Event:
     kind: EventKind
     stage: int
     what: str = ""
+    microbatch: int = -1
     peer: int = -1
     last: bool = False
     update: int = 0
@@ -152,8 +154,8 @@ def walk_actions(schedule: Schedule, rank: int) -> Iterator[Event]:
             done[key] = done.get(key, 0) + 1
             last = done[key] == schedule.microbatches_per_update and action.kind != "F"
             yield Event(
-                "run", action.stage, action.kind, last=last, update=update, action=position,
-                text=text,
+                "run", action.stage, action.kind, action.microbatch, last=last, update=update,
+                action=position, text=text,
             )  # fmt: skip
         elif action.kind in SENDS:
             sent.append(action)
@@ -172,4 +174,7 @@ def walk_actions(schedule: Schedule, rank: int) -> Iterator[Event]:
 
 def _message(kind: EventKind, action: Action, position: int, text: str) -> Event:
     assert action.peer is not None
-    return Event(kind, action.stage, action.kind[-1], action.peer, action=position, text=text)
+    return Event(
+        kind, action.stage, action.kind[-1], action.microbatch, action.peer, action=position,
+        text=text,
+    )  # fmt: skip

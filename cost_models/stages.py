@@ -19,6 +19,7 @@ from autopar.cost_models.buckets import (
     sync_moves,
 )
 from autopar.cost_models.events import schedule_of
+from autopar.cost_models.handover import Passing, passing_of
 from autopar.cost_models.implementation import Implementation
 from autopar.cost_models.kernels import kernels_of, moves_of, saved_of
 from autopar.cost_models.layout import KEPT, Layout, Placement
@@ -26,7 +27,6 @@ from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.tape.liveness import Summary, summarise_stage
 from autopar.cost_models.tape.program import Programs, split
 from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
-from autopar.cost_models.tape.tensors import Memory
 from autopar.cost_models.tape.zero import bucket_bytes
 from autopar.cost_models.work import Move, StageWork
 from autopar.graph.blocks import Block
@@ -74,8 +74,8 @@ class StageModel:
         parameters: Its parameters.
         buckets: How gradients lie together.
         messages: What it receives from and sends to other stages.
-        released: Bytes that are free when what was sent ahead (``F``), or back (``B``), to a stage
-            has arrived: those that nobody keeps, and that are not sent to another stage later.
+        passing: Which memory it passes on to other stages, and gets from them.
+        buckets_live: Bytes of buckets live at each step of a program, where ZeRO makes them there.
         version_bytes: Buffers that forward replaces and backward reads: each microbatch under way
             keeps the version that it has seen.
         programs: Its programs on shapes.
@@ -87,7 +87,8 @@ class StageModel:
     parameters: tuple[LocalParameter, ...]
     buckets: tuple[Bucket, ...]
     messages: tuple[Message, ...]
-    released: Mapping[tuple[str, int], int]
+    passing: Passing = field(repr=False)
+    buckets_live: Mapping[str, Sequence[int]] = field(repr=False)
     version_bytes: int
     programs: Programs = field(repr=False)
 
@@ -125,6 +126,7 @@ class _Taped:
     work: StageWork
     parameters: tuple[LocalParameter, ...]
     buckets: tuple[Bucket, ...]
+    buckets_live: dict[str, Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -167,6 +169,7 @@ class _Stages:
             for sub in split_axes(Mesh(((name, size),)))[0].names
         )
         self.known: dict[object, _Taped] = {}
+        self.sizes: dict[str, int] = {}
 
     def all(self) -> tuple[StageModel, ...]:
         return tuple(self.stage(index) for index in range(self.stages.count))
@@ -187,7 +190,8 @@ class _Stages:
             parameters=taped.parameters,
             buckets=taped.buckets,
             messages=messages,
-            released=self.released(task, taped.programs, messages),
+            passing=passing_of(task, taped.programs, self.stages.boundaries, self.message_bytes),
+            buckets_live=taped.buckets_live,
             version_bytes=self.version_bytes(taped.programs),
             programs=taped.programs,
         )
@@ -210,16 +214,21 @@ class _Stages:
             moves=moves,
             saved=saved_of(programs),
         )
-        return _Taped(programs, self.summaries(programs, buckets), work, parameters, buckets)
+        live = self.buckets_live(programs, buckets)
+        summaries = summarise_stage(programs, live)
+        return _Taped(programs, summaries, work, parameters, buckets, live)
 
-    def summaries(self, programs: Programs, buckets: Sequence[Bucket]) -> dict[str, Summary]:
-        """What programs do to live bytes, the buckets of ZeRO included."""
+    def buckets_live(
+        self, programs: Programs, buckets: Sequence[Bucket]
+    ) -> dict[str, Sequence[int]]:
+        """Bytes of the buckets of ZeRO during each program."""
         if self.plan.zero.stage < 2:
-            return summarise_stage(programs)
+            return {}
         rows = self.implementation.device == "cpu"
-        return summarise_stage(
-            programs, lambda kind: bucket_bytes(programs, kind, buckets, exchanges_rows=rows)
-        )
+        return {
+            kind: bucket_bytes(programs, kind, buckets, exchanges_rows=rows)
+            for kind in programs.parts
+        }
 
     # What a stage computes
 
@@ -373,51 +382,26 @@ class _Stages:
         for item in self.stages.boundaries:
             for target in item.targets:
                 if index in (item.source, target):
-                    spec = self.graph.spec(item.value)
-                    pair = self.placement.pair(item.value)
-                    shape = self.rank.grid.local_shape(spec.shape, pair.forward)
                     found.append(
                         Message(
                             value=item.value,
                             source=item.source,
                             target=target,
-                            size_bytes=math.prod(shape) * ITEM_BYTES[spec.dtype],
-                            dtype=spec.dtype,
+                            size_bytes=self.message_bytes(item.value),
+                            dtype=self.graph.spec(item.value).dtype,
                             gradient=item.gradient,
                         )
                     )
         return tuple(found)
 
-    @staticmethod
-    def released(
-        task: StageTask, programs: Programs, messages: Sequence[Message]
-    ) -> dict[tuple[str, int], int]:
-        taped = programs.taped
-        ahead = {
-            name: taped.results[like].memory
-            for name, like in zip(task.leaving, taped.task.leaving, strict=True)
-        }
-        back = {
-            name: taped.gradients[like].memory
-            for name, like in zip(task.arriving, taped.task.arriving, strict=True)
-            if like in taped.gradients
-        }
-        given = {**programs.parts["F"].given}
-        last: dict[Memory, tuple[str, int]] = {}
-        for item in messages:
-            if item.source == task.index and given.get(ahead[item.value]) == "boundary":
-                # The farthest stage is the last to be known to have it.
-                memory = ahead[item.value]
-                before = last.get(memory, ("F", item.target))[1]
-                last[memory] = ("F", max(before, item.target))
-            elif item.target == task.index and item.gradient and item.value in back:
-                memory = back[item.value]
-                before = last.get(memory, ("B", item.source))[1]
-                last[memory] = ("B", min(before, item.source))
-        found: dict[tuple[str, int], int] = {}
-        for memory, end in last.items():
-            found[end] = found.get(end, 0) + memory.size_bytes
-        return found
+    def message_bytes(self, value: str) -> int:
+        """Local bytes of a value where it is made."""
+        size = self.sizes.get(value)
+        if size is None:
+            spec, pair = self.graph.spec(value), self.placement.pair(value)
+            shape = self.rank.grid.local_shape(spec.shape, pair.forward)
+            size = self.sizes[value] = math.prod(shape) * ITEM_BYTES[spec.dtype]
+        return size
 
     def sends(self, index: int, messages: Sequence[Message]) -> list[Move]:
         """What a stage sends to stages of other ranks, for one microbatch."""

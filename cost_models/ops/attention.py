@@ -20,7 +20,7 @@ from autopar.cost_models.tape.basic import (
     view,
 )
 from autopar.cost_models.tape.tape import Tape
-from autopar.cost_models.tape.tensors import Local, Shape, plain
+from autopar.cost_models.tape.tensors import Local, Shape, plain, pointwise_strides
 from autopar.cost_models.work import Attention
 
 EFFICIENT_ROWS = 32
@@ -130,6 +130,11 @@ def _by_rows(shape: Shape) -> Shape | None:
     return plain((batch, heads, rows, width), (heads * rows * width, width, heads * width, 1))
 
 
+def _like(value: Local, shape: Shape) -> Shape | None:
+    """Strides of a tensor that lies as `value` does."""
+    return pointwise_strides((value,), shape) if value.shape == shape else _by_rows(shape)
+
+
 def fused(
     call: OpCall,
     kernel: str,
@@ -155,7 +160,8 @@ def fused(
     out, lse, *state = tape.emit_many(
         "attention", "attention", reads,
         [(shape, query.dtype), ((*query.shape[:-2], rows), statistics), *extra],
-        names=("value", "logsumexp", "seed", "offset"), strides=(_by_rows(shape),),
+        names=("value", "logsumexp", "seed", "offset"),
+        strides=(_by_rows(shape) if kernel == "efficient" else _like(query, shape),),
         flops=_forward_flops(sizes),
     )  # fmt: skip
     tape.last().detail = sizes
@@ -165,7 +171,10 @@ def fused(
         results = [(x.shape, x.dtype) for x in (query, key, value)]
         made = tape.emit_many(
             "attention_backward", "attention", (grad, *reads, out, lse, *state), results,
-            strides=[_by_rows(x.shape) for x in (query, key, value)],
+            strides=[
+                _like(x, x.shape) if kernel == "flash" else _by_rows(x.shape)
+                for x in (query, key, value)
+            ],
             flops=_backward_flops(sizes),
         )  # fmt: skip
         tape.last().detail = sizes

@@ -8,7 +8,7 @@ mark lies in the first or in the last of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.tape.program import Program, Programs
@@ -67,8 +67,20 @@ def summarise(
     return _Walk(programs, program, frozenset(held), extra or [0] * (len(program.runs) + 1)).run()
 
 
+def kept_for_later(programs: Programs) -> dict[str, frozenset[Memory]]:
+    """What each program reads and a later one of the same microbatch reads too."""
+    later: set[Memory] = set()
+    found: dict[str, frozenset[Memory]] = {}
+    for kind in reversed(list(programs.parts)):
+        # What arrives is handed over to forward, which hands it on as a saved value.
+        mine = set(programs.parts[kind].taken) if kind != "F" else set()
+        found[kind] = frozenset(mine & later)
+        later |= mine
+    return {kind: found[kind] for kind in programs.parts}
+
+
 def summarise_stage(
-    programs: Programs, extra: Callable[[str], Sequence[int] | None] = lambda kind: None
+    programs: Programs, extra: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, Summary]:
     """Walk over all programs of a stage; what several of them read is kept until the last.
 
@@ -76,14 +88,10 @@ def summarise_stage(
         programs: The programs.
         extra: Bytes of buckets live at each step of a program; see `summarise`.
     """
-    later: set[Memory] = set()
-    found: dict[str, Summary] = {}
-    for kind in reversed(list(programs.parts)):
-        # What arrives is handed over to forward, which hands it on as a saved value.
-        mine = set(programs.parts[kind].taken) if kind != "F" else set()
-        found[kind] = summarise(programs, kind, mine & later, extra(kind))
-        later |= mine
-    return {kind: found[kind] for kind in programs.parts}
+    return {
+        kind: summarise(programs, kind, held, (extra or {}).get(kind))
+        for kind, held in kept_for_later(programs).items()
+    }
 
 
 class _Walk:

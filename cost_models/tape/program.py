@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.tape.stage import Taped
 from autopar.cost_models.tape.tape import AGAIN, Step, Transfer
-from autopar.cost_models.tape.tensors import Local, Memory
-from autopar.cost_models.work import Phase
+from autopar.cost_models.tape.tensors import Local, Memory, contiguous_strides, view_strides
+from autopar.cost_models.work import Matmul, Phase
 
 FUSIBLE = frozenset(("elementwise", "norm", "softmax", "reduction", "copy", "random", "loss"))
 """Kinds of steps that a compiler makes one kernel of where they meet."""
@@ -205,7 +205,7 @@ class _Split:
                     del writes[memory]
                     gone.add(maker)
                     pending += maker.reads
-                elif maker.op in PRODUCTS:
+                elif maker.op in PRODUCTS and (memory is not value.memory or _fits(value, maker)):
                     self.resident.add(memory)
                 else:
                     copies.setdefault(maker, []).append((memory, name))
@@ -296,7 +296,7 @@ class _Part:
     def _hand_over(self, memory: Memory, original: Memory | None = None) -> None:
         """What the program before made is kept for this one."""
         assert self.before is not None
-        self.before.program.given.setdefault(memory, "saved")
+        self.before.program.given[memory] = "saved"
         self.program.taken[memory] = "saved"
         if original is not None:
             self.env[original] = memory
@@ -313,6 +313,8 @@ class _Part:
             for memory in item.reads:
                 if memory in self.env or memory in self.program.taken or memory.step is None:
                     continue
+                if self.before is not None and memory in self.before.env:
+                    continue
                 if self.split.repeats(memory.step):
                     pending.append(memory.step)
         order = {item: place for place, item in enumerate(self.split.forward)}
@@ -324,6 +326,18 @@ class _Part:
                 twin.what = memory.what
                 self.env[memory] = twin
             self.program.runs.append(self._run(item, "recompute"))
+
+
+def _fits(gradient: Local, product: Step) -> bool:
+    """Whether a product can write into a contiguous gradient, seen as the product sees it."""
+    if gradient.strides is None or not isinstance(product.detail, Matmul):
+        return True
+    strides, kept = gradient.strides, contiguous_strides(gradient.shape)
+    order = sorted(range(gradient.ndim), key=lambda dim: -strides[dim])
+    shape, detail = tuple([gradient.shape[dim] for dim in order]), product.detail
+    lead = (detail.batch,) if product.op == "bmm" else ()
+    seen = view_strides(shape, tuple([kept[dim] for dim in order]), (*lead, detail.m, detail.n))
+    return seen is not False
 
 
 def _cheap(steps: Sequence[Step]) -> frozenset[Step]:

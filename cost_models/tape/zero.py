@@ -1,8 +1,9 @@
 """Memory that buckets of ZeRO take while a program runs (`autopar.runtime.programs.zero`).
 
-Stage 2 makes a bucket's gradients inside the backward program and scatters their sum when the last
-of them is written, one bucket under way. Stage 3 gathers a bucket of parameters one bucket ahead of
-its first use and drops it after its last one; backward gathers again.
+Stage 1 reduces a bucket as soon as the last backward of an update has written it. Stage 2 makes a
+bucket's gradients inside the backward program and scatters their sum when the last of them is
+written, one bucket under way. Stage 3 gathers a bucket of parameters one bucket ahead of its first
+use and drops it after its last one; backward gathers again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def bucket_bytes(
 
     Args:
         programs: Programs of a stage.
-        kind: Which of them.
-        buckets: All buckets of the stage with ZeRO-2 or 3, those of one rank included.
+        kind: Which of them; of ZeRO-1 the last of an update.
+        buckets: All buckets of the stage with ZeRO, those of one rank included.
         exchanges_rows: Whether a reduce-scatter exchanges rows and adds them up afterwards (gloo),
             so that it needs as much memory again.
     """
@@ -39,11 +40,15 @@ def bucket_bytes(
     mine = [bucket for bucket in buckets if bucket.made_by == kind]
     spans = _written(runs, mine, programs.owners)
     for place, (bucket, low, high) in enumerate(spans):
+        rows = exchanges_rows and bucket.group > 1
+        size = bucket.size_bytes if rows else bucket.shard_bytes
+        if bucket.zero == 1:
+            live(high + 1, len(runs), size)
+            continue
         # The one before is waited for when the next one starts.
         end = spans[place + 1][2] if place + 1 < len(spans) else len(runs)
         live(low, end, bucket.size_bytes)
-        rows = exchanges_rows and bucket.group > 1
-        live(min(high + 1, end), end, bucket.size_bytes if rows else bucket.shard_bytes)
+        live(min(high + 1, end), end, size)
     found, total = [], 0
     for place in range(len(runs) + 1):
         total += change[place]
