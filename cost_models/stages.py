@@ -76,6 +76,7 @@ class StageModel:
         messages: What it receives from and sends to other stages.
         passing: Which memory it passes on to other stages, and gets from them.
         buckets_live: Bytes of buckets live at each step of a program, where ZeRO makes them there.
+        variants: Summaries of programs while others hold what they take, once asked for.
         version_bytes: Buffers that forward replaces and backward reads: each microbatch under way
             keeps the version that it has seen.
         programs: Its programs on shapes.
@@ -89,6 +90,7 @@ class StageModel:
     messages: tuple[Message, ...]
     passing: Passing = field(repr=False)
     buckets_live: Mapping[str, Sequence[int]] = field(repr=False)
+    variants: dict[object, Summary] = field(repr=False, compare=False)
     version_bytes: int
     programs: Programs = field(repr=False)
 
@@ -127,6 +129,7 @@ class _Taped:
     parameters: tuple[LocalParameter, ...]
     buckets: tuple[Bucket, ...]
     buckets_live: dict[str, Sequence[int]]
+    variants: dict[object, Summary] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -192,6 +195,7 @@ class _Stages:
             messages=messages,
             passing=passing_of(task, taped.programs, self.stages.boundaries, self.message_bytes),
             buckets_live=taped.buckets_live,
+            variants=taped.variants,
             version_bytes=self.version_bytes(taped.programs),
             programs=taped.programs,
         )

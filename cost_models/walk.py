@@ -11,7 +11,7 @@ from autopar.cost_models.frames import Frames
 from autopar.cost_models.live import Change, Live
 from autopar.cost_models.stages import StageModel
 from autopar.cost_models.static import Static
-from autopar.cost_models.tape.liveness import kept_for_later, summarise
+from autopar.cost_models.tape.liveness import Summary, kept_for_later, summarise
 from autopar.cost_models.tape.tensors import Memory
 from autopar.cost_models.tape.zero import bucket_bytes
 
@@ -158,13 +158,7 @@ class Walk:
             return found
         model = self.mine[stage]
         summary = model.summaries[kind]
-        started = self._started(stage, kind) if last else []
-        if held or started:
-            stays = kept_for_later(model.programs)[kind]
-            extra = model.buckets_live.get(kind)
-            if started:
-                extra = bucket_bytes(model.programs, kind, started, exchanges_rows=self.gloo)
-            summary = summarise(model.programs, kind, held | stays, extra)
+        summary = self._summary(stage, kind, last, held)
         start, peak, end = Counter(summary.start), Counter(summary.peak), Counter(summary.end)
         # New versions of buffers take the place of the old, which backward may still want.
         end["buffers"] = model.version_bytes if kind == "F" else 0
@@ -172,6 +166,21 @@ class Walk:
             start["buffers"] += model.version_bytes
             peak["buffers"] += model.version_bytes
         found = self.variants[key] = Change(start, peak, end, summary.where)
+        return found
+
+    def _summary(self, stage: int, kind: str, last: bool, held: frozenset[Memory]) -> Summary:
+        model = self.mine[stage]
+        started = self._started(stage, kind) if last else []
+        if not held and not started:
+            return model.summaries[kind]
+        key = (kind, bool(started) and self.gloo, bool(started), held)
+        found = model.variants.get(key)
+        if found is None:
+            stays = kept_for_later(model.programs)[kind]
+            extra = model.buckets_live.get(kind)
+            if started:
+                extra = bucket_bytes(model.programs, kind, started, exchanges_rows=self.gloo)
+            found = model.variants[key] = summarise(model.programs, kind, held | stays, extra)
         return found
 
     def _reduce(self, stage: int) -> None:
