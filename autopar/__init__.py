@@ -11,7 +11,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import CompiledModel, compile, evaluate, load_plan, plan, trace, verify
+    from autopar.api import (
+        CompiledModel,
+        compile,
+        evaluate,
+        load_plan,
+        measure,
+        plan,
+        trace,
+        verify,
+    )
     from autopar.cost_models.cluster import ClusterSpec
     from autopar.errors import (
         AutoparError,
@@ -32,6 +41,7 @@ _HOMES = {
     "compile": "autopar.api",
     "evaluate": "autopar.api",
     "load_plan": "autopar.api",
+    "measure": "autopar.api",
     "verify": "autopar.api",
     "ClusterSpec": "autopar.cost_models.cluster",
     "Plan": "autopar.plan.plan",
@@ -62,6 +72,7 @@ __all__ = [
     "compile",
     "evaluate",
     "load_plan",
+    "measure",
     "plan",
     "trace",
     "verify",

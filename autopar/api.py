@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cost_models.calibrate import Calibration, calibrate
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
@@ -19,6 +21,9 @@ from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
+from autopar.runtime.launch import LocalRanks
+from autopar.runtime.measure import Machine, core_count
+from autopar.runtime.measure import measure as time_machine
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
@@ -31,6 +36,7 @@ __all__ = [
     "compile",
     "evaluate",
     "load_plan",
+    "measure",
     "plan",
     "trace",
     "verify",
@@ -286,6 +292,61 @@ def evaluate(
     apply_plan(made, traced.graph)  # says what does not fit
     software = Software.of(spec.hardware(0), optimizer)
     return price(made, traced.graph, spec, loss=traced.loss, software=software)
+
+
+def measure(
+    ranks: LocalRanks | int | None = None,
+    *,
+    quick: bool = False,
+    comm: Communicator | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Calibration:
+    """Measure this machine: kernels and collectives while all ranks work, and figures that fit.
+
+    Args:
+        ranks: A pool, or how many local ranks to start; one per core by default.
+        quick: Take less time, and fewer samples.
+        comm: The ranks of a job that is running instead; all of them call. On CUDA there is one
+            per device.
+        on_progress: Called with what is being timed, how much is done, and of how much.
+
+    Returns:
+        The machine as a cluster, `cluster`, and how well it fits what was timed.
+
+    Raises:
+        InputError: For fewer than one rank.
+        ClusterError: If the catalogue does not have the device.
+
+    Example:
+        >>> found = measure(2)                                             # doctest: +SKIP
+        >>> found.cluster.save("cluster.yaml")                             # doctest: +SKIP
+    """
+    machine = _timed(ranks, comm, quick, on_progress)
+    today = datetime.date.today().isoformat()
+    return calibrate(machine, source=f"measured by autopar profile on {today}")
+
+
+def _timed(
+    ranks: LocalRanks | int | None,
+    comm: Communicator | None,
+    quick: bool,
+    on_progress: Callable[[str, int, int], None] | None,
+) -> Machine:
+    def told(rank: int, value: Any) -> None:
+        if rank == 0 and on_progress is not None:
+            on_progress(*value)
+
+    if comm is not None:
+        before, comm.report = comm.report, lambda value: told(comm.rank, value)
+        try:
+            return time_machine(comm, quick)
+        finally:
+            comm.report = before
+    if isinstance(ranks, LocalRanks):
+        pool: list[Machine] = ranks.run(time_machine, quick, on_report=told)
+        return pool[0]
+    with LocalRanks(core_count() if ranks is None else ranks) as started:
+        return _timed(started, None, quick, on_progress)
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -274,7 +274,9 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
     product = product * np.where(columns.misaligned, speeds.misaligned_matmul, 1.0)
     per_head = np.maximum(columns.flops / (rate * BATCHED_SHARE), moving)
     attention = np.asarray(speeds.peak_flops_per_s) * speeds.attention_share
-    attention = attention * speeds.attention_speed * _attention_rate(columns)
+    attention = attention * speeds.attention_speed
+    if not speeds.host_computes:  # cores have no pipeline to fill
+        attention = attention * _attention_rate(columns)
     seconds = np.select(
         [kind == ATTENTION, kind == BATCHED, kind == STREAM],
         [

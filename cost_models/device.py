@@ -86,6 +86,8 @@ class Machine:
         nvme_bytes: Local storage of a node; 0 where there is none.
         nvme_read_bytes_per_s: Of all drives of a node together.
         nvme_write_bytes_per_s: Of all drives of a node together.
+        cores: Cores that the ranks of a node share where these compute, 0 where devices do. The
+            figures of a device then hold while all ranks of the node are busy.
     """
 
     devices: int
@@ -96,6 +98,7 @@ class Machine:
     nvme_bytes: int
     nvme_read_bytes_per_s: float
     nvme_write_bytes_per_s: float
+    cores: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +156,8 @@ class Device:
         memory_bytes: Device memory as installed.
         driver_bytes: What of it the driver keeps, before any process starts.
         memory_bytes_per_s: Peak memory bandwidth.
+        cache_bytes_per_s: Bandwidth of what is still in cache, as an optimizer finds what it made
+            of one parameter; 0 where it is not known.
         link: The device-to-device link.
         host_bytes_per_s: Link to the host, in one direction.
         host_latency_s: One transfer over the link to the host.
@@ -172,6 +177,7 @@ class Device:
     host_latency_s: float
     node: Machine
     efficiency: Efficiency
+    cache_bytes_per_s: float = 0.0
     sources: Mapping[str, Source] = field(compare=False, repr=False, default_factory=dict)
 
     @property

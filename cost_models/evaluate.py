@@ -20,6 +20,7 @@ from autopar.cost_models.layout import Layout, Placement
 from autopar.cost_models.memory import RankMemory, rank_memory, stage_edges, static_memory
 from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
 from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
+from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
 from autopar.cost_models.simulate import Split, Task, Timeline, simulate
 from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
 from autopar.cost_models.stages import StageModel, stage_models
@@ -204,6 +205,9 @@ class Evaluator:
         prices = Prices(self.cluster, mesh, names)
         costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software)
         timeline = _simulate(plan, schedule, models, costs, prices, self.software.speed)
+        factor = idle_cores_factor(timeline, devices[0].node, plan.device_mesh.size)
+        timeline = faster(timeline, factor)
+        costs = tuple(faster_cost(cost, factor) for cost in costs)
         ranks = tuple(
             self._rank(plan, models, rank, split, devices[rank])
             for rank, split in enumerate(timeline.splits)
@@ -307,9 +311,20 @@ def _stage_costs(
         if key not in known:
             held = static_memory(model.parameters, model.buckets, software.optimizer)
             touched = held.updated * software.speed.update_passes
+            touched *= _streamed(device) / update_bandwidth(device)
             known[key] = price_stage(model, device, prices, software.speed, touched)
         found.append(known[key])
     return tuple(found)
+
+
+def _streamed(device: Device) -> float:
+    """Bandwidth of kernels that stream through memory."""
+    return device.memory_bytes_per_s * device.efficiency.memory_share
+
+
+def update_bandwidth(device: Device) -> float:
+    """Bytes per second of the optimizer: of the cache where that is known, else of memory."""
+    return device.cache_bytes_per_s or _streamed(device)
 
 
 def _simulate(

@@ -16,6 +16,8 @@ A file says what the vendor says, in the vendor's units, each unit at the end of
 `source` is a key of ``sources``, or text that begins with ``prior:``, ``fitted on`` or ``measured
 on``. `load_device` converts to SI; nothing else does. A new device is a new file.
 
+Two figures are only for CPUs, and only measured: ``memory.cache_tb_per_s`` and ``node.cores``.
+
 The efficiency parameters are the only figures that a fit may move; each has a range in which it
 stays plausible:
 
@@ -78,6 +80,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(key="memory_gib", low=0.25, high=65536),
         Figure(key="driver_mib", low=0, high=16384),
         Figure(key="bandwidth_tb_per_s", low=0.001, high=100),
+        Figure(key="cache_tb_per_s", low=0.001, high=1000, required=False),
     ),
     "link": (
         Figure(key="gb_per_s_per_direction", low=0.01, high=10000),
@@ -100,6 +103,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(key="nvme_tb", low=0, high=1000),
         Figure(key="nvme_read_gb_per_s", low=0, high=1000),
         Figure(key="nvme_write_gb_per_s", low=0, high=1000),
+        Figure(key="cores", low=1, high=4096, required=False, whole=True),
     ),
     "efficiency": (
         _share("matmul_share"),
@@ -250,6 +254,7 @@ def _build(
         memory_bytes=memory["memory_bytes"],
         driver_bytes=memory["driver_bytes"],
         memory_bytes_per_s=memory["bandwidth_bytes_per_s"],
+        cache_bytes_per_s=memory.get("cache_bytes_per_s", 0.0),
         link=Link(**values["link"]),
         host_bytes_per_s=values["host"]["bytes_per_s"],
         host_latency_s=values["host"]["latency_s"],
@@ -341,6 +346,7 @@ _FLAT = {
     "memory.memory_bytes": "memory_bytes",
     "memory.driver_bytes": "driver_bytes",
     "memory.bandwidth_bytes_per_s": "memory_bytes_per_s",
+    "memory.cache_bytes_per_s": "cache_bytes_per_s",
     "host.bytes_per_s": "host_bytes_per_s",
     "host.latency_s": "host_latency_s",
 }

@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "run sharded on local ranks beside one device, and compare everything",
     "dryrun": "execute ranks of a plan without their devices, and report what they hold",
     "run": "start a script on several local ranks",
+    "profile": "measure this machine, and write a cluster file",
     "validate": "price published training runs, and print the errors",
 }
 _EXITS = "exit codes: 0 yes, 1 no (not equal, infeasible), 2 bad input, 3 an error in autopar"

@@ -16,6 +16,7 @@ import pytest
 from autopar.cost_models import cluster as cluster_module
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.collectives import axis_price, send_prices
+from autopar.cost_models.evaluate import update_bandwidth
 from autopar.cost_models.figures import Figure, split_key
 from autopar.cost_models.hardware import FOLDER, SECTIONS, Device, read_device
 from autopar.errors import ClusterError
@@ -130,8 +131,28 @@ FIGURES = {
 }
 
 
+# Figures that only measured machines have, none of them a GPU.
+MEASURED = {
+    "memory.cache_tb_per_s": Field(
+        lambda d: d.cache_bytes_per_s, 1e12, of_device(lambda d: 1 / update_bandwidth(d)), -1),
+    "node.cores": machine("cores"),
+}  # fmt: skip
+
+
 def test_every_figure_has_an_entry():
-    assert set(FIELDS) == set(FIGURES)
+    assert set(FIELDS) | set(MEASURED) == set(FIGURES)
+
+
+@pytest.mark.parametrize("path", MEASURED)
+def test_a_measured_figure_moves_what_it_should(path: str):
+    field, value = MEASURED[path], 2 if FIGURES[path].whole else 0.02
+    specs = [
+        ClusterSpec.parse("4xcpu").with_figures({path: value * factor}, source="test")
+        for factor in (1, 2)
+    ]
+    loaded = [field.loaded(spec.hardware()) for spec in specs]
+    assert loaded == pytest.approx([value * field.si, 2 * value * field.si], rel=1e-9)
+    assert (field.predicted(specs[1]) - field.predicted(specs[0])) * field.sign > 0
 
 
 def moved(path: str, old: float) -> float:

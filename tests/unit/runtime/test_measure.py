@@ -1,0 +1,66 @@
+"""A machine is measured: everything once, on one rank and on threads that are ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.cost_models.calibrate import calibrate
+from autopar.runtime import measure as module
+from autopar.runtime.comm import Communicator, SoloCommunicator
+from autopar.runtime.comm_threads import run_threads
+from autopar.runtime.measure import Machine, _groups, core_count, host_memory_bytes
+from autopar.runtime.measure_work import COLLECTIVES, collective, jobs
+
+
+def test_groups_halve_the_ranks():
+    assert list(_groups(1)) == []
+    assert list(_groups(2)) == [[(0, 1)]]
+    assert list(_groups(4)) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]]
+    assert list(_groups(3)) == [[(0, 1)], [(0, 1, 2)]]
+    assert [len(row[0]) for row in _groups(8)] == [2, 4, 8]
+
+
+def test_every_job_of_a_cpu_runs():
+    works = []
+    for job in jobs(torch.device("cpu"), quick=True):
+        if job.work != "launch" or job.name == "2 layers":
+            job.prepare()()
+            works.append(job.work)
+    assert works.count("launch") == 1
+    backward = [job for job in jobs(torch.device("cpu"), quick=False) if job.backward]
+    assert {job.work for job in backward} == {"convolution", "attention"}
+
+
+def test_collectives_are_those_of_the_communicator():
+    def work(comm: Communicator) -> dict[str, int]:
+        comm.prepare([(0, 1)])
+        for kind in COLLECTIVES:
+            collective(comm, kind, (0, 1), 4096)()
+        return comm.take_traffic()
+
+    first, second = run_threads(2, work)
+    assert first == {
+        "all_reduce": 4096, "all_gather": 2048, "reduce_scatter": 2048, "all_to_all": 2048,
+        "send": 4096,
+    }  # fmt: skip
+    assert second == {kind: size for kind, size in first.items() if kind != "send"}
+
+
+@pytest.mark.long
+def test_one_rank_measures_and_is_fitted(monkeypatch):
+    monkeypatch.setattr(module, "_QUICK_ROUNDS", 1)
+    told: list[tuple[str, int, int]] = []
+    comm = SoloCommunicator()
+    comm.report = told.append  # type: ignore[assignment]
+    machine: Machine = module.measure(comm, quick=True)
+    assert {item.work for item in machine.samples} == {
+        "matmul", "convolution", "attention", "stream", "update", "launch"
+    }  # fmt: skip
+    assert all(0 < item.seconds < 10 for item in machine.samples)
+    assert told[-1][0] == "done"
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    found = calibrate(machine, source="measured by a test")
+    device = found.cluster.hardware(0)
+    assert device.memory_bytes <= machine.host_bytes == host_memory_bytes()
+    assert device.node.cores == core_count()
