@@ -207,7 +207,9 @@ def _group(
             part = items[start : start + length]
             start += length
             found.append(_bucket(part, kind, zero, rank, axes, dtype))
-    return found
+    # In the order in which they are full.
+    place = {item.name: number for number, item in enumerate(members)}
+    return sorted(found, key=lambda bucket: place[bucket.members[-1].name])
 
 
 def _bucket(

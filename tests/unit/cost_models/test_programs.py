@@ -100,11 +100,11 @@ CASES = [
     ("gpt", "tp=3", "megatron", 0),
     ("deep_gpt", "dp=2", "ddp,recompute=full,microbatches=2", 0),
     ("gpt", "pp=2", "ddp,microbatches=2,schedule=zb_h1", 1),
-    ("llama", "dp=2,tp=2", "megatron_sp,recompute=full", 0),
     ("resnet", "dp=2", "ddp", 0),
-    ("gpt", "fsdp=2", "fsdp", 0),
 ]
 MORE = [
+    ("llama", "dp=2,tp=2", "megatron_sp,recompute=full", 0),
+    ("gpt", "fsdp=2", "fsdp", 0),
     ("gpt", "dp=1", "ddp", 0),
     ("llama", "dp=2,tp=2", "megatron", 0),
     ("resnet", "dp=1", "ddp,microbatches=4,recompute=selective", 0),

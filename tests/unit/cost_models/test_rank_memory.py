@@ -61,10 +61,16 @@ def predicted(
 
 CASES = [
     ("gpt", "pp=2,dp=2", "ddp,zero=2,microbatches=4,schedule=zb_h1", "float32", False),
-    ("deep_gpt", "dp=2", "ddp,recompute=full,zero=3,microbatches=2", "float32", False),
-    ("resnet", "pp=2", "ddp,microbatches=4,schedule=1f1b", "float32", False),
+    ("gpt", "dp=2", "ddp,recompute=full,zero=3,microbatches=2", "float32", False),
+    ("gpt", "pp=2", "ddp,microbatches=4,schedule=zbv", "float32", False),
 ]
 MORE = [
+    ("resnet", "pp=2", "ddp,microbatches=4,schedule=1f1b", "float32", False),
+    ("deep_gpt", "dp=2", "ddp,recompute=full,zero=3,microbatches=2", "float32", False),
+    ("llama", "pp=2", "ddp,recompute=full,microbatches=4,schedule=zb_h1", "float32", False),
+    ("gpt", "pp=3", "ddp,microbatches=4,schedule=zbv", "float32", True),
+    ("unet", "pp=2", "ddp,microbatches=2,schedule=1f1b", "float32", False),
+    ("moe", "pp=3", "ddp,microbatches=2,schedule=1f1b", "float32", False),
     ("gpt", "dp=1", "ddp", "float32", False),
     ("gpt", "dp=2,tp=2", "megatron_sp,recompute=selective", "float32", False),
     ("gpt", "pp=2,tp=2", "megatron,microbatches=4,schedule=zbv", "float32", False),
