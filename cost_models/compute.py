@@ -7,9 +7,10 @@
     attention    flops / (peak * share * f(head size, keys, direction, generation of the kernel))
     all else     bytes / bandwidth
 
-Bandwidth is the device's times its share. A kernel takes no less than its launches; where the host
-computes as well, launches come on top. All is pure and works on columns: a fit prices thousands of
-kernels at once, with constants that may differ from kernel to kernel.
+Bandwidth is the device's times its share. Where the host computes as well, launches come on top.
+Elsewhere the host launches ahead of the device, and a program takes the time of the slower of the
+two: `host_seconds` and `race`. All is pure and works on columns: a fit prices thousands of kernels
+at once, with constants that may differ from kernel to kernel.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ ATTENTION_SPEED: Mapping[Generation, float] = {"flash1": 0.6, "flash2": 1.0, "fl
 1.6 to 2 times the first; 2407.08608: the third 1.5 to 2 times the second)."""
 ATTENTION_BACKWARD = 0.85
 """Rate of the backward of fused attention against its forward (2307.08691, figures 4 and 6)."""
-HALF_RATE_HEAD = 64.0
+HALF_RATE_HEAD: Mapping[Generation, float] = {"flash1": 0.0, "flash2": 64.0, "flash3": 64.0}
 """Head features at which fused attention loses half of what small heads can lose; a head of 128
-has the full rate, as in the share of the catalogue."""
+has the full rate, as in the share of the catalogue (2307.08691, figure 5: the first generation is
+as fast with heads of 64)."""
 FULL_RATE_HEAD = 128.0
 SHORT_KEYS = 200.0
 """Keys at which a row of attention takes as long to begin and end as to compute."""
@@ -51,6 +53,18 @@ TILE = 64
 Background User's Guide, section 3: 128 bytes)."""
 HEAD_TILE = 8
 """The same of the features of a head, in 16-bit numbers 16 bytes."""
+CAST_BYTES = 1.5
+"""Bytes that casting moves per element of an operand of a product in 8 or 4 bits: 2 are read and 1
+is written, for half of the operands, as each is used twice."""
+FUSED_CAST_BYTES = 0.5
+"""The same where a compiler fuses the cast with what made the operand: 1 is written."""
+RACE = 3.0
+"""Power mean of the times of host and device; infinity is the plain maximum. Where both take about
+as long, each waits for the other now and then: with 3, a quarter longer when they are equal."""
+COLLECTIVE_LAUNCHES = 2.0
+"""Launches that a collective takes the host: NCCL's kernel, and the events between streams with
+torch's bookkeeping (``ProcessGroupNCCL::collective``)."""
+LOW_FORMATS = frozenset(("fp8", "fp4"))
 
 MATMUL, BATCHED, GROUPED, CONVOLUTION, ATTENTION, STREAM = range(6)
 """What decides the time of a kernel."""
@@ -127,6 +141,12 @@ class Columns:
             odd |= np.mod(side, TILE) != 0
         return odd & (self.kind == MATMUL)
 
+    @property
+    def operands(self) -> Floats:
+        """Elements of both operands of products."""
+        products = self.flops / (2 * self.m * self.n * self.k)
+        return np.asarray(products * self.k * (self.m + self.n), dtype=np.float64)
+
 
 def _row(kernel: Kernel) -> tuple[float, ...]:
     product, attention = kernel.matmul, kernel.attention
@@ -177,7 +197,7 @@ class Speeds:
         peak_flops_per_s: Dense peak rate for each kernel's numbers.
         bytes_per_s: Peak memory bandwidth.
         matmul_share: See `autopar.cost_models.hardware`, as for all that follow.
-        matmul_size: In elements; twice as many count in formats of half the width.
+        matmul_size: In elements.
         misaligned_matmul: Time factor.
         attention_share: Share.
         misaligned_head: Time factor.
@@ -186,6 +206,8 @@ class Speeds:
         memory_share: Share.
         launch_s: Seconds.
         attention_speed: Rate of the attention kernel against flash-attention 2.
+        half_rate_head: See `HALF_RATE_HEAD`.
+        cast_bytes: Bytes per element of an operand that a product casts.
         element_factor: Bytes moved over those that the graph implies, except by products.
         host_computes: Whether launches take the time of the device that computes.
     """
@@ -202,6 +224,8 @@ class Speeds:
     memory_share: Numbers
     launch_s: Numbers
     attention_speed: Numbers = 1.0
+    half_rate_head: Numbers = HALF_RATE_HEAD["flash2"]
+    cast_bytes: Numbers = 0.0
     element_factor: Numbers = 1.0
     host_computes: bool = False
 
@@ -226,21 +250,19 @@ class Speeds:
             element_factor: See the attributes.
         """
         found, formats = device.efficiency, formats or {}
-        peaks, size = [], []
-        for dtype, kind in zip(columns.dtypes, columns.kind, strict=True):
-            if kind == STREAM:  # bytes decide, whatever the numbers are
-                peaks.append(1.0)
-                size.append(1.0)
-                continue
-            narrow = formats.get(dtype, dtype) if kind in _PRODUCTS else dtype
-            low = narrow != dtype and narrow in ("fp8", "fp4")
-            peaks.append(device.peak(narrow) * (found.low_precision_share if low else 1.0))
-            size.append(2.0 if low else 1.0)
+        peaks, cast = [], []
+        for dtype, kind in zip(columns.dtypes, columns.kind.tolist(), strict=True):
+            narrow = format_of(dtype, kind, formats)
+            low = narrow in LOW_FORMATS
+            # Bytes decide the time of all but products, whatever the numbers are.
+            peak = 1.0 if kind == STREAM else device.peak(narrow)
+            peaks.append(peak * (found.low_precision_share if low else 1.0))
+            cast.append(CAST_BYTES if low else 0.0)
         return cls(
             peak_flops_per_s=np.array(peaks),
             bytes_per_s=device.memory_bytes_per_s,
             matmul_share=found.matmul_share,
-            matmul_size=found.matmul_size * np.array(size),
+            matmul_size=found.matmul_size,
             misaligned_matmul=found.misaligned_matmul,
             attention_share=found.attention_share,
             misaligned_head=found.misaligned_head,
@@ -249,12 +271,24 @@ class Speeds:
             memory_share=found.memory_share,
             launch_s=found.launch_s,
             attention_speed=ATTENTION_SPEED[generation],
+            half_rate_head=HALF_RATE_HEAD[generation],
+            cast_bytes=np.array(cast),
             element_factor=element_factor,
             host_computes=device.kind == "cpu",
         )
 
 
 _PRODUCTS = frozenset((MATMUL, GROUPED, CONVOLUTION))
+
+
+def format_of(dtype: str, kind: int, formats: Mapping[str, str]) -> str:
+    """The number format in which a kernel of a kind multiplies numbers of `dtype`.
+
+    Formats of 8 and 4 bits are for products with weights: scores of attention stay wider.
+    """
+    narrow = formats.get(dtype, dtype)
+    wide = kind == STREAM or (kind not in _PRODUCTS and narrow in LOW_FORMATS)
+    return dtype if wide else narrow
 
 
 def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
@@ -276,7 +310,8 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
     attention = np.asarray(speeds.peak_flops_per_s) * speeds.attention_share
     attention = attention * speeds.attention_speed
     if not speeds.host_computes:  # cores have no pipeline to fill
-        attention = attention * _attention_rate(columns)
+        attention = attention * _attention_rate(columns, speeds)
+    cast = np.asarray(speeds.cast_bytes) * columns.operands / bandwidth
     seconds = np.select(
         [kind == ATTENTION, kind == BATCHED, kind == STREAM],
         [
@@ -284,11 +319,28 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
             per_head * _head_factor(columns, speeds),
             moving * speeds.element_factor,
         ],
-        np.maximum(product, moving),
+        np.maximum(product, moving) + cast,
     )
-    launches = columns.launches * speeds.launch_s
-    seconds = seconds + launches if speeds.host_computes else np.maximum(seconds, launches)
+    if speeds.host_computes:
+        seconds = seconds + columns.launches * speeds.launch_s
     return np.asarray(seconds * columns.count, dtype=np.float64)
+
+
+def host_seconds(columns: Columns, speeds: Speeds) -> Floats:
+    """Seconds that the host takes to launch all runs of every kernel, beside the device."""
+    seconds = columns.launches * columns.count * speeds.launch_s
+    return np.asarray(0.0 * seconds if speeds.host_computes else seconds, dtype=np.float64)
+
+
+def race(device: Numbers, host: Numbers) -> Floats:
+    """Seconds of work that the host launches ahead of the device: those of the slower, or more.
+
+    Args:
+        device: Seconds of the device.
+        host: Seconds of the host.
+    """
+    found = (np.asarray(device) ** RACE + np.asarray(host) ** RACE) ** (1 / RACE)
+    return np.asarray(found, dtype=np.float64)
 
 
 def _sides(columns: Columns, speeds: Speeds) -> Floats:
@@ -297,9 +349,9 @@ def _sides(columns: Columns, speeds: Speeds) -> Floats:
     return np.asarray(1 + speeds.matmul_size * sides, dtype=np.float64)
 
 
-def _attention_rate(columns: Columns) -> Floats:
-    heads = columns.head_dim
-    wide = heads / (heads + HALF_RATE_HEAD) * (FULL_RATE_HEAD + HALF_RATE_HEAD) / FULL_RATE_HEAD
+def _attention_rate(columns: Columns, speeds: Speeds) -> Floats:
+    heads, half = columns.head_dim, np.asarray(speeds.half_rate_head)
+    wide = heads / (heads + half) * (FULL_RATE_HEAD + half) / FULL_RATE_HEAD
     long = 1 / (1 + SHORT_KEYS / columns.keys)
     return np.asarray(wide * long * np.where(columns.backward, ATTENTION_BACKWARD, 1.0))
 
@@ -318,7 +370,7 @@ def device_seconds(
     generation: Generation = "flash2",
     element_factor: float = 1.0,
 ) -> Floats:
-    """Seconds of all runs of each of `kernels` on a device; see `Speeds.of`.
+    """Seconds of all runs of each of `kernels` on a device, launches aside; see `Speeds.of`.
 
     Example:
         >>> from autopar.cost_models.hardware import load_device

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.cost_models.allocator import Reserve, reserve
+from autopar.cost_models.allocator import FRAGMENTATION, Reserve, reserve
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.collectives import price
 from autopar.cost_models.device import Device
@@ -22,6 +22,15 @@ from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
 from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
 from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
 from autopar.cost_models.simulate import Split, Task, Timeline, simulate
+from autopar.cost_models.software import (
+    SLOWDOWN,
+    STEP_S,
+    UPDATE_BYTES,
+    SoftwareStack,
+    generation_of,
+    implementation_of,
+)
+from autopar.cost_models.software import stack as find_stack
 from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
 from autopar.cost_models.stages import StageModel, stage_models
 from autopar.errors import PlanError
@@ -58,6 +67,7 @@ class Software:
         optimizer: What the optimizer keeps and does.
         gloo: Whether collectives need the memory that gloo needs; else NCCL's.
         context_bytes: Memory of a device outside of the allocator.
+        reserved_factor: What the allocator holds over what tensors need.
     """
 
     implementation: Implementation = CPU
@@ -65,19 +75,52 @@ class Software:
     optimizer: OptimizerMemory = field(default_factory=lambda: OPTIMIZERS["adamw"])
     gloo: bool = False
     context_bytes: int = 0
+    reserved_factor: float = FRAGMENTATION
 
     @classmethod
-    def of(cls, device: Device, optimizer: str = "adamw") -> Software:
-        """This package's runtime on a device."""
+    def of(cls, device: Device, optimizer: str = "adamw", stack: str = "autopar") -> Software:
+        """How a software stack carries plans out on a device.
+
+        Args:
+            device: The device.
+            optimizer: Name of an optimizer; that of other stacks than this package's is fused.
+            stack: Name of a stack, see `autopar.cost_models.software`; this package's runtime by
+                default.
+
+        Raises:
+            InputError: If the optimizer or the stack is unknown.
+        """
         found = OPTIMIZERS[optimizer]
+        if stack != "autopar":
+            return cls._of_stack(find_stack(stack), found)
         passes = UPDATE_PASSES[found.loop] * (found.moments + 1.5) / 3.5
         cpu = device.kind == "cpu"
         return cls(
             implementation=CPU if cpu else CUDA,
-            speed=Speed(update_passes=passes, slowdown=1.0 if cpu else 0.2),
+            speed=Speed(update_passes=passes, slowdown=1.0 if cpu else SLOWDOWN),
             optimizer=found,
             gloo=cpu,
-            context_bytes=0 if cpu else 1_500_000_000,
+            context_bytes=0 if cpu else find_stack(stack).context_bytes,
+        )
+
+    @classmethod
+    def _of_stack(cls, found: SoftwareStack, optimizer: OptimizerMemory) -> Software:
+        """The same constants with which published rows are priced."""
+        return cls(
+            implementation=implementation_of(found),
+            speed=Speed(
+                formats={"float32": "tf32"},
+                attention=generation_of(found),
+                element_factor=found.element_factor,
+                time_factor=found.time_factor,
+                overlap=found.overlap,
+                slowdown=SLOWDOWN,
+                update_passes=UPDATE_BYTES / 2,  # of parameters in 16 bits
+                step_s=STEP_S,
+            ),
+            optimizer=optimizer,
+            context_bytes=found.context_bytes,
+            reserved_factor=found.reserved_factor,
         )
 
 
@@ -234,7 +277,10 @@ class Evaluator:
             time=split,
             memory=memory,
             reserve=reserve(
-                memory, context_bytes=software.context_bytes, caching=device.kind != "cpu"
+                memory,
+                context_bytes=software.context_bytes,
+                factor=software.reserved_factor,
+                caching=device.kind != "cpu",
             ),
             capacity_bytes=device.usable_bytes,
         )

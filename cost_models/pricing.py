@@ -10,7 +10,15 @@ import numpy as np
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.collectives import axis_price
-from autopar.cost_models.compute import Columns, Generation, Speeds, seconds_of
+from autopar.cost_models.compute import (
+    COLLECTIVE_LAUNCHES,
+    Columns,
+    Generation,
+    Speeds,
+    host_seconds,
+    race,
+    seconds_of,
+)
 from autopar.cost_models.device import Device
 from autopar.cost_models.simulate import Task
 from autopar.cost_models.stages import StageModel
@@ -24,6 +32,8 @@ PROGRAMS: Mapping[str, tuple[Phase, ...]] = {
     "W": ("weight_gradient",),
 }
 """Which phases of work each program does."""
+WAITING = "waiting for the host"
+"""What kernels take longer because the host has not launched them yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +149,7 @@ def price_stage(
         speed: What of the software decides.
         update_bytes: Bytes that the optimizer reads and writes.
     """
-    kernels = _kernel_seconds(model.work.kernels, device, speed)
+    kernels, hosts = _kernel_seconds(model.work.kernels, device, speed)
     known = {item.name for item in model.parameters}
     kinds = [kind for kind in PROGRAMS if kind in model.summaries]
     programs, last = {}, {}
@@ -148,11 +158,15 @@ def price_stage(
         for phase in PROGRAMS[kind]:
             for name, seconds in kernels.get(phase, {}).items():
                 own[name] += seconds
+        host = sum(hosts.get(phase, 0.0) for phase in PROGRAMS[kind])
+        call_s = 0.0 if device.kind == "cpu" else device.efficiency.launch_s
         moves = [move for move in model.work.moves if move.phase in PROGRAMS[kind]]
         often = [move for move in moves if move.per == "microbatch" and move.kind != "send"]
-        programs[kind] = _program(own, often, prices, known)
+        programs[kind] = _program(own, often, prices, known, host, call_s)
         ends = [move for move in moves if move.per == "step"]
-        last[kind] = _program(own, [*often, *ends], prices, known) if ends else programs[kind]
+        last[kind] = (
+            _program(own, [*often, *ends], prices, known, host, call_s) if ends else programs[kind]
+        )
     update = defaultdict[str, float](float)
     for move in model.work.moves:
         if move.phase == "update":
@@ -168,8 +182,8 @@ def price_stage(
 
 def _kernel_seconds(
     kernels: tuple[Kernel, ...], device: Device, speed: Speed
-) -> dict[str, dict[str, float]]:
-    """Seconds by phase and kind of kernel."""
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Seconds of the device by phase and kind of kernel, and of the host by phase."""
     columns = Columns.of(kernels)
     speeds = Speeds.of(
         device, columns, formats=speed.formats, generation=speed.attention,
@@ -180,12 +194,21 @@ def _kernel_seconds(
     for kernel, took in zip(kernels, np.asarray(seconds).tolist(), strict=True):
         phase = found.setdefault(kernel.phase, defaultdict(float))
         phase[kernel.kind] += took
-    return found
+    hosts: dict[str, float] = defaultdict(float)
+    for kernel, took in zip(kernels, host_seconds(columns, speeds).tolist(), strict=True):
+        hosts[kernel.phase] += took
+    return found, hosts
 
 
 def _program(
-    kernels: Mapping[str, float], moves: Iterable[Move], prices: Prices, parameters: set[str]
+    kernels: Mapping[str, float],
+    moves: Iterable[Move],
+    prices: Prices,
+    parameters: set[str],
+    host_s: float,
+    call_s: float,
 ) -> ProgramCost:
+    """A program whose kernels take the host `host_s` to launch, and a collective `call_s`."""
     inline, beside = defaultdict[str, float](float), defaultdict[str, float](float)
     parts = 0
     for move in moves:
@@ -193,4 +216,8 @@ def _program(
         free = move.phase == "weight_gradient" or move.node in parameters
         (beside if free else inline)[prices.label(move.axes)] += prices.seconds(move)
         parts += move.count if free else 0
-    return ProgramCost(kernels=dict(kernels), inline=inline, beside=beside, parts=parts)
+        host_s += COLLECTIVE_LAUNCHES * call_s * move.count
+    device_s = sum(kernels.values()) + sum(inline.values())
+    late = float(race(device_s, host_s)) - device_s
+    found = {**kernels, WAITING: late} if late > 0 else dict(kernels)
+    return ProgramCost(kernels=found, inline=inline, beside=beside, parts=parts)

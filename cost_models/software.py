@@ -22,12 +22,27 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from autopar.cost_models.implementation import Implementation
 from autopar.errors import InputError
+
+if TYPE_CHECKING:
+    from autopar.cost_models.compute import Generation
 
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 LossKernel = Literal["eager", "fused", "vocab_parallel", "compiled_vocab_parallel"]
+SLOWDOWN = 0.2
+"""Seconds that computation loses per second of a collective beside it: NCCL's 16 to 24 channels
+take as many of 108 or 132 multiprocessors."""
+HIDDEN_TENSOR = 0.5
+"""What asynchronous tensor parallelism leaves of the time of its collectives: the first of the
+parts in which a product is done (torch's ``_symmetric_memory``), and what they slow down."""
+STEP_S = 15e-3
+"""Work of the host once per step: optimizer loop, logging, data."""
+UPDATE_BYTES = 30.0
+"""Bytes that a fused Adam moves per parameter: float32 weight, gradient and two moments are read,
+all but the gradient written, and the weight once more in 16 bits."""
 FITTED = Path(__file__).parent / "published" / "fitted.json"
 
 
@@ -85,6 +100,9 @@ class SoftwareStack:
         fused_qkv: Whether queries, keys and values are one product.
         fused_gate: Whether both halves of SwiGLU are one product.
         fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
+        regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
+        scatter_messages: Whether tensor ranks that hold the same activation send a part each to the
+            next stage, where it is gathered (arXiv 2104.04473, 4.1), instead of all of it.
         low_gather: Whether sharded weights are gathered in fp8 where products are in fp8.
         dropout: Whether models train with dropout (random numbers, masks).
         gradient_bytes: Bytes of an element of a gradient as data-parallel ranks sum it.
@@ -105,6 +123,8 @@ class SoftwareStack:
     fused_qkv: bool = False
     fused_gate: bool = False
     fused_norm: bool = True
+    regather: bool = False
+    scatter_messages: bool = True
     low_gather: bool = False
     dropout: bool = False
     gradient_bytes: int = 2
@@ -124,7 +144,7 @@ class SoftwareStack:
 
 _STACKS = (
     SoftwareStack(
-        name="autopar", attention="flash2", loss="eager", compiled=True,
+        name="autopar", attention="flash2", loss="eager", compiled=True, scatter_messages=False,
         source="this package: programs compiled per stage, buckets overlapped with backward",
     ),
     SoftwareStack(
@@ -191,6 +211,25 @@ _STACKS = (
 
 
 @cache
+def implementation_of(stack: SoftwareStack) -> Implementation:
+    """What a stack's kernels mean for the work that a graph implies."""
+    return Implementation(
+        device="cuda",
+        attention="unfused" if stack.attention == "unfused" else "flash",
+        loss="fused" if stack.loss == "fused" else "torch",
+        dropout="native",
+        fused_rms_norm=stack.fused_norm,
+        compiled=stack.compiled,
+        regather=stack.regather,
+    )
+
+
+def generation_of(stack: SoftwareStack) -> Generation:
+    """Generation of a stack's fused attention kernel; the second where it has none."""
+    return "flash2" if stack.attention == "unfused" else stack.attention
+
+
+@cache
 def stacks() -> Mapping[str, SoftwareStack]:
     """The known stacks by name, with their fitted constants.
 
@@ -198,18 +237,18 @@ def stacks() -> Mapping[str, SoftwareStack]:
         InputError: If the fitted constants that ship name something unknown.
     """
     found = {stack.name: stack for stack in _STACKS}
-    for name, values in fitted_constants()["stacks"].items():
+    for name, values in fitted_constants().items():
         found[name] = with_constants(stack(name, found), values)
     return MappingProxyType(found)
 
 
 @cache
-def fitted_constants() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """What the last fit stored: ``devices`` and ``stacks``, by name and constant."""
+def fitted_constants() -> Mapping[str, Mapping[str, float]]:
+    """What the last fit stored, by stack and constant."""
     if not FITTED.is_file():
-        return {"devices": {}, "stacks": {}}
-    found = json.loads(FITTED.read_text(encoding="utf-8"))
-    return {key: found[key] for key in ("devices", "stacks")}
+        return {}
+    found: Mapping[str, Mapping[str, float]] = json.loads(FITTED.read_text("utf-8"))["stacks"]
+    return found
 
 
 def stack(name: str, known: Mapping[str, SoftwareStack] | None = None) -> SoftwareStack:

@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from autopar.cost_models.published.stats import LARGE_SET
+from autopar.units import format_bytes
+
 if TYPE_CHECKING:
     from autopar.cost_models.published.predict import Validation
     from autopar.cost_models.published.stats import Stats
 
 _HEAD = f"{'':30} {'n':>5} {'mean':>7} {'median':>7} {'p90':>7} {'max':>7} {'bias':>7}"
-LARGE_SET = 8
-"""Plans from which a set can tell a good order from luck."""
+WORST = 5
+"""How many of the largest errors are shown."""
 
 
 def lines(result: Validation, *, by_group: bool) -> Iterator[str]:
     """Errors over all and by source, rankings, assumptions and skipped rows."""
-    yield "Errors of predictions against published measurements, as shares of what was measured"
+    yield "Errors: predicted against measured (published), as shares of what was measured"
     yield ""
     yield _HEAD
     yield from _table(result.overall())
@@ -27,6 +30,8 @@ def lines(result: Validation, *, by_group: bool) -> Iterator[str]:
             yield from _table(found)
     yield ""
     yield from _rankings(result)
+    yield ""
+    yield from _worst(result)
     assumed = Counter(text for item in result.comparisons for text in item.assumed)
     if assumed:
         yield ""
@@ -51,6 +56,26 @@ def _table(found: Mapping[str, Stats]) -> Iterator[str]:
         )  # fmt: skip
         numbers = " ".join(f"{share:7.1%}" for share in shares)
         yield f"  {quantity:28} {item.n:5} {numbers} {item.bias:+7.1%}"
+
+
+def _worst(result: Validation) -> Iterator[str]:
+    """The largest errors of what counts, number by number."""
+    counted = [item for item in result.comparisons if item.counts]
+    counted.sort(key=lambda item: -abs(item.predicted / item.measured - 1))
+    if not counted:
+        return
+    yield "Largest errors of what counts:"
+    yield f"  {'quantity':22} {'measured':>10} {'predicted':>10} {'error':>7}"
+    for item in counted[:WORST]:
+        seconds = item.quantity.endswith("_s")
+        measured, predicted = (
+            f"{value:.4g} s" if seconds else format_bytes(value)
+            for value in (item.measured, item.predicted)
+        )
+        yield (
+            f"  {item.quantity:22} {measured:>10} {predicted:>10}"
+            f" {item.predicted / item.measured - 1:+7.1%}  {item.row.id}"
+        )
 
 
 def _rankings(result: Validation) -> Iterator[str]:

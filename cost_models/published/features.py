@@ -7,16 +7,17 @@ asks for it. Jobs that differ only in depth, pipeline and data parallelism share
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.cost_models.implementation import Implementation
-from autopar.cost_models.kernels import kernels_of, saved_of
+from autopar.cost_models.kernels import kernels_of, moves_of, saved_of
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.published import tables
 from autopar.cost_models.published.jobs import Job
-from autopar.cost_models.published.tables import Entry, entry_of
-from autopar.cost_models.software import SoftwareStack
+from autopar.cost_models.published.tables import Piece, Shift
+from autopar.cost_models.software import implementation_of
 from autopar.cost_models.tape.program import split
 from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
 from autopar.graph.ir import Graph
@@ -27,24 +28,23 @@ from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
 
 
-@cache
-def implementation_of(stack: SoftwareStack) -> Implementation:
-    """What a stack's kernels mean for the work that a graph implies."""
-    return Implementation(
-        device="cuda",
-        attention="unfused" if stack.attention == "unfused" else "flash",
-        loss="fused" if stack.loss == "fused" else "torch",
-        dropout="native",
-        fused_rms_norm=stack.fused_norm,
-        compiled=stack.compiled,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one rank does for one microbatch: one block of each kind, and the ends.
+
+    Attributes:
+        pieces: Its kernels.
+        shifts: Its collectives over the tensor ranks.
+    """
+
+    pieces: tuple[Piece, ...]
+    shifts: tuple[Shift, ...]
 
 
-def entries_of(job: Job) -> tuple[Entry, ...]:
-    """The kernels of one rank of `job` for one microbatch: one block of each kind, and the ends."""
-    config = shallow(job)
-    found = _entries(
-        config,
+def work_of(job: Job) -> Work:
+    """The work of one rank of `job`, as its graph implies it."""
+    found = _work(
+        shallow(job),
         job.micro_batch,
         job.seq // job.cp,
         job.tp,
@@ -52,7 +52,7 @@ def entries_of(job: Job) -> tuple[Entry, ...]:
         "float32" if job.dtype == "tf32" else "bfloat16",
         implementation_of(job.stack),
     )
-    return tuple(_spread(entry, job) for entry in found)
+    return replace(found, pieces=tuple(_spread(piece, job) for piece in found.pieces))
 
 
 def shallow(job: Job) -> DecoderConfig:
@@ -63,32 +63,37 @@ def shallow(job: Job) -> DecoderConfig:
     return replace(config, dropout=0.1) if job.stack.dropout else config
 
 
-def _spread(entry: Entry, job: Job) -> Entry:
-    """An entry of a graph of local tokens as context, tensor and expert ranks make it.
+def _spread(piece: Piece, job: Job) -> Piece:
+    """A piece of a graph of local tokens as context, tensor and expert ranks make it.
 
     A query meets the keys of all context ranks. Frameworks split every expert over the tensor
     ranks, where the graph gives each rank experts of its own: the same work in other shapes. An
     expert meets the tokens of all expert ranks: its products are longer, and a rank has fewer.
     """
-    if entry.core and job.cp > 1:
-        return replace(entry, flops=entry.flops * job.cp, keys=entry.keys * job.cp)
-    if entry.kind != tables.GROUPED:
-        return entry
+    kernel = piece.kernel
+    attention, product = kernel.attention, kernel.matmul
+    if job.cp > 1 and attention is not None:
+        attention = replace(attention, seq_k=attention.seq_k * job.cp)
+        return replace(
+            piece, kernel=replace(kernel, flops=kernel.flops * job.cp, attention=attention)
+        )
+    if kernel.kind != "grouped_matmul" or product is None:
+        return piece
     config = job.config
     rows = job.micro_batch * (job.seq // job.cp) * config.top_k / config.experts
     inner = (config.expert_ffn, 2 * config.expert_ffn)
     sides = {}
     for name in ("m", "n", "k"):
-        value = getattr(entry, name)
+        value = getattr(product, name)
         if value in inner:
-            sides[name] = value / job.tp
+            sides[name] = max(1, value // job.tp)
         elif any(abs(value - found) <= max(1.0, 0.01 * found) for found in (rows, rows / job.tp)):
-            sides[name] = rows * job.ep
-    return replace(entry, **sides)
+            sides[name] = max(1, round(rows * job.ep))
+    return replace(piece, kernel=replace(kernel, matmul=replace(product, **sides)))
 
 
 @cache
-def _entries(
+def _work(
     config: DecoderConfig,
     batch: int,
     seq: int,
@@ -96,20 +101,31 @@ def _entries(
     sequence_parallel: bool,
     dtype: str,
     implementation: Implementation,
-) -> tuple[Entry, ...]:
+) -> Work:
     graph = traced(config, batch, seq, dtype)
     mesh = Mesh((("tp", tp),))
     _, sharded = make_plan(graph, mesh, "megatron_sp" if sequence_parallel else "megatron")
-    taped = tape_stage(stage_task(sharded, config), Rank.of(sharded.mesh), implementation)
+    rank = Rank.of(sharded.mesh)
+    programs = split(tape_stage(stage_task(sharded, config), rank, implementation))
     cores = {node.name for node in graph.nodes if "scaled_dot_product" in node.op}
-    found = []
-    for kernel in kernels_of(split(taped)):
-        core = kernel.node in cores
-        for part, digit in _DIGITS.items():
-            count = kernel.count // digit % _BASE
-            if count:
-                found.append(entry_of(replace(kernel, count=count), part, core))
-    return tuple(found)
+    pieces = tuple(
+        Piece(kernel=replace(kernel, count=count), part=part, core=kernel.node in cores)
+        for kernel in kernels_of(programs)
+        for part, count in _parts(kernel.count)
+    )
+    shifts = tuple(
+        Shift(move=replace(move, count=count), part=part)
+        for move in moves_of(programs, rank)
+        for part, count in _parts(move.count)
+    )
+    return Work(pieces=pieces, shifts=shifts)
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
+    """Parts of the model that a count with digits stands for, and how often each."""
+    for part, digit in _DIGITS.items():
+        if count // digit % _BASE:
+            yield part, count // digit % _BASE
 
 
 _BASE = 10**4

@@ -1,9 +1,10 @@
 """Fit the constants of devices and stacks to the published rows, and say how good they are.
 
 ``python -m autopar.cost_models.published.fit`` reruns everything: families are held out whole, in
-three folds, for several hash salts; each source is left out once; then all rows are fitted. With
-``--write`` the constants go into ``fitted.json`` and the device catalogue. Every run appends its
-scores to ``fit_log.jsonl``: a score that was looked at is a score that was fitted to, a little.
+three folds, for several hash salts; each source is left out once; toy rows get one launch constant
+from those of the other width; then all rows are fitted. With ``--write`` constants of devices go
+into the catalogue, those of stacks into ``fitted.json``. Every run appends its scores to
+``fit_log.jsonl``: a score that was looked at is a score that was fitted to, a little.
 """
 
 from __future__ import annotations
@@ -17,31 +18,34 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopar.cost_models.hardware import FOLDER
-from autopar.cost_models.published.features import entries_of
+from autopar.cost_models.published.features import work_of
 from autopar.cost_models.published.folds import FOLDS, SALTS, counts, distinct, family, fold
 from autopar.cost_models.published.jobs import Job, Unpriceable, read_job
+from autopar.cost_models.published.predict import job_name
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.priors import Parameter, Target, expand, parameters
 from autopar.cost_models.published.rows import Row, read_rows
 from autopar.cost_models.published.solve import solve
-from autopar.cost_models.published.stats import error_stats
+from autopar.cost_models.published.stats import LARGE_SET, error_stats, ranking
 from autopar.cost_models.software import FITTED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Flags = NDArray[np.bool_]
     Floats = NDArray[np.float64]
 
 LOG = Path(__file__).parent / "fit_log.jsonl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Rows that can be fitted.
 
@@ -70,7 +74,17 @@ class Problem:
         def residual(logs: Floats) -> Floats:
             return np.log(self.predict(list(logs)) / self.measured)[chosen]
 
-        return list(solve(residual, self.found).logs)
+        return list(solve(residual, self.found, reach=[mask[chosen] for mask in self.reach]).logs)
+
+    @cached_property
+    def reach(self) -> tuple[Flags, ...]:
+        """Which jobs each parameter concerns."""
+        owners = [(job.hardware.device, job.stack.name) for job in self.jobs]
+        found = []
+        for item in self.found:
+            names = {owner for owner, _ in item.targets}
+            found.append(np.array([bool(names.intersection(pair)) for pair in owners]))
+        return tuple(found)
 
 
 def load(rows: Sequence[Row]) -> Problem:
@@ -90,7 +104,7 @@ def load(rows: Sequence[Row]) -> Problem:
     families = tuple(map(family, jobs))
     return Problem(
         jobs=jobs, measured=np.array(times, dtype=np.float64), families=families,
-        batch=Batch(jobs, [entries_of(job) for job in jobs]), found=parameters(jobs, families),
+        batch=Batch(jobs, [work_of(job) for job in jobs]), found=parameters(jobs, families),
     )  # fmt: skip
 
 
@@ -131,27 +145,78 @@ def sources_left_out(problem: Problem) -> dict[str, Any]:
     return found
 
 
-_NOT_IN_CATALOGUE = ("link_share", "network_share", "launch_s")
-"""Constants that mean something else there: shares of collectives are fitted on tables of their
-own, and a launch is one kernel's, where here the host and the device race over a block."""
+TOYS = "vtrain-single"
+"""The source of small models whose steps the host's launches decide."""
+
+
+def toys(rows: Sequence[Row], values: Mapping[Target, float]) -> dict[str, Any]:
+    """Errors and order of small models, with one constant fitted on those of the other width.
+
+    Args:
+        rows: All rows.
+        values: All constants; the launch is replaced.
+
+    Returns:
+        By width of the models that were predicted: ``launch_us`` as fitted on the others, the
+        statistics, and of sets of at least `LARGE_SET` plans how often the measured best is in the
+        predicted top three, and the mean regret.
+    """
+    kept = [
+        (row, read_job(row)) for row in rows if row.group == TOYS and row.step_time_s is not None
+    ]
+    if not kept:
+        return {}
+    batch = Batch([job for _, job in kept], [work_of(job) for _, job in kept])
+    measured = np.array([row.step_time_s for row, _ in kept], dtype=np.float64)
+    widths = np.array([job.config.hidden for _, job in kept])
+    devices = sorted({job.hardware.device for _, job in kept})
+    launches = np.geomspace(10e-6, 60e-6, 40).tolist()
+    guesses = [
+        batch.price({**values, **{(name, "launch_s"): launch for name in devices}}).step_s
+        for launch in launches
+    ]
+    found = {}
+    for width in sorted(set(widths.tolist())):
+        own = widths == width
+        if own.all():
+            continue
+        errors = [float(np.abs(np.log(guess / measured))[~own].mean()) for guess in guesses]
+        best = int(np.argmin(errors))
+        places = np.flatnonzero(own).tolist()
+        sets: dict[str, list[int]] = defaultdict(list)
+        for place in places:
+            sets[job_name(kept[place][0])].append(place)
+        orders = [
+            ranking(guesses[best][members].tolist(), measured[members].tolist())
+            for members in sets.values()
+            if len(members) >= LARGE_SET
+        ]
+        stats = error_stats(guesses[best][places].tolist(), measured[places].tolist())
+        found[str(width)] = {
+            "launch_us": launches[best] * 1e6,
+            **stats.as_dict(),
+            "sets": len(orders),
+            "best_in_top_3": float(np.mean([item.best_in_top_3 for item in orders])),
+            "regret": float(np.mean([item.regret for item in orders])),
+        }
+    return found
 
 
 def write_constants(values: Mapping[Target, float], stacks: Sequence[str], note: str) -> None:
-    """Put fitted constants where predictions read them.
-
-    All go into ``fitted.json``; those that the device catalogue means in the same way go there too.
-    """
-    found: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}
+    """Put fitted constants where predictions read them: the catalogue and ``fitted.json``."""
+    found: dict[str, dict[str, float]] = {}
     for (owner, name), value in sorted(values.items()):
-        section = "stacks" if owner in stacks else "devices"
-        found[section].setdefault(owner, {})[name] = float(f"{value:.4g}")
-        if section == "devices" and name not in _NOT_IN_CATALOGUE:
+        if owner in stacks:
+            found.setdefault(owner, {})[name] = float(f"{value:.4g}")
+        else:
             _write_device(FOLDER / f"{owner}.yaml", name, value, note)
-    text = json.dumps({"fitted_on": note, **found}, indent=2)
+    text = json.dumps({"fitted_on": note, "stacks": found}, indent=2)
     FITTED.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_device(path: Path, name: str, value: float, note: str) -> None:
+    if name == "launch_s":
+        name, value = "launch_us", value * 1e6
     pattern = re.compile(
         rf"^(  {name}: {{value: )[^,]+(, range: \[[^\]]+\], source: )[^}}]*}}", re.MULTILINE
     )
@@ -189,6 +254,13 @@ def run(arguments: Sequence[str] | None = None, *, out: Callable[[str], Any] | N
         raw, scaled = found["raw"]["mean_abs_error"], found["one_factor"]["mean_abs_error"]
         say(f"  {name:28} {raw:6.1%} {scaled:6.1%}\n")
     values = expand(problem.found, logs)
+    small = toys(read_rows(options.rows), values)
+    for width, found in small.items():
+        say(
+            f"\n{TOYS} of width {width}, launch of {found['launch_us']:.1f} us from the others: "
+            f"mean {found['mean_abs_error']:.1%}; {found['sets']} sets of {LARGE_SET} plans or "
+            f"more: best in top 3 {found['best_in_top_3']:.0%}, regret {found['regret']:.1%}\n"
+        )
     say("\nconstants\n")
     for item, value in zip(problem.found, logs, strict=True):
         say(f"  {item.name:40} {math.exp(value):10.4g}  prior {item.constant.prior:8.3g}\n")
@@ -202,6 +274,7 @@ def run(arguments: Sequence[str] | None = None, *, out: Callable[[str], Any] | N
             title: found["all"]["mean_abs_error"] for title, found in scores.items()
         },
         "source_left_out": {k: v["raw"]["mean_abs_error"] for k, v in left_out.items()},
+        "launch_alone": {k: v["mean_abs_error"] for k, v in small.items()},
     }  # fmt: skip
     with LOG.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")

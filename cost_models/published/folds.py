@@ -42,9 +42,13 @@ REPORT_ONLY = {
 
 
 def family(job: Job) -> str:
-    """The model and cluster that a job belongs to, as text: source, sizes, device, devices."""
+    """The model and kind of cluster that a job belongs to, as text: source, sizes, device.
+
+    How many devices there are is left out: runs of a model on 64 and on 128 devices of one cluster
+    are of one family.
+    """
     config = job.config
-    return f"{job.group}/{config.layers}x{config.hidden}/{job.hardware.device}/{job.gpus}"
+    return f"{job.group}/{config.layers}x{config.hidden}/{job.hardware.device}"
 
 
 def fold(name: str, salt: str, folds: int = FOLDS) -> int:

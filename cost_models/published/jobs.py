@@ -30,7 +30,6 @@ class Hardware:
 
     Attributes:
         device: Name in the device catalogue.
-        device_factor: Rate of this form of the device over that of the catalogue's (power limit).
         per_node: Devices of a machine.
         domain: Devices that the fast link joins; more than a machine's for rack-scale systems.
         network_bytes_per_s: Network of a machine, one direction.
@@ -38,7 +37,6 @@ class Hardware:
     """
 
     device: str
-    device_factor: float = 1.0
     per_node: int
     domain: int
     network_bytes_per_s: float
@@ -318,21 +316,21 @@ def _flags(row: Row, found: SoftwareStack, assumed: list[str]) -> SoftwareStack:
     return found
 
 
-# Text of a row -> device of the catalogue, rate against it, devices that the fast link joins.
+# Text of a row -> device of the catalogue, devices that the fast link joins.
 _DEVICES = (
-    (r"H100-9[56]GB-HBM2e.*", "H100-SXM", 0.9, 8),
-    (r"A100-40GB.*", "A100-40-SXM", 1.0, 8),
-    (r"A100(-80GB.*)?( \(.*)?", "A100-80-SXM", 1.0, 8),
-    (r"A800.*", "A800-80-SXM", 1.0, 8),
-    (r"H100.*", "H100-SXM", 1.0, 8),
-    (r"H800.*", "H800-SXM", 1.0, 8),
-    (r"H200( .*)?", "H200-SXM", 1.0, 8),
-    (r"GH200.*", "GH200", 1.0, 4),
-    (r"B200.*", "B200", 1.0, 8),
-    (r"GB200.*", "GB200", 1.0, 72),
-    (r"GB300.*", "GB300", 1.0, 72),
-    (r"V100-32GB.*", "V100-SXM2-32", 1.0, 8),
-    (r"V100-16GB.*", "V100-SXM2-16", 1.0, 8),
+    (r"H100-9[56]GB-HBM2e.*", "H100-SXM-96", 8),
+    (r"A100-40GB.*", "A100-40-SXM", 8),
+    (r"A100(-80GB.*)?( \(.*)?", "A100-80-SXM", 8),
+    (r"A800.*", "A800-80-SXM", 8),
+    (r"H100.*", "H100-SXM", 8),
+    (r"H800.*", "H800-SXM", 8),
+    (r"H200( .*)?", "H200-SXM", 8),
+    (r"GH200.*", "GH200", 4),
+    (r"B200.*", "B200", 8),
+    (r"GB200.*", "GB200", 72),
+    (r"GB300.*", "GB300", 72),
+    (r"V100-32GB.*", "V100-SXM2-32", 8),
+    (r"V100-16GB.*", "V100-SXM2-16", 8),
 )
 _NODE_GBIT = {"A100": 1600, "A800": 800, "H100": 3200, "H800": 3200, "H200": 3200, "GH20": 800,
               "B200": 3200, "B300": 6400, "GB20": 1600, "GB30": 3200, "V100": 400}  # fmt: skip
@@ -343,7 +341,7 @@ def _hardware(row: Row, assumed: list[str]) -> Hardware:
     match = next((entry for entry in _DEVICES if re.fullmatch(entry[0], gpu)), None)
     if match is None or "text says" in gpu or "+" in gpu:
         raise Unpriceable(f"hardware.gpu {gpu!r} is no known device")
-    _, device, factor, domain = match
+    _, device, domain = match
     per_node = row.get("hardware", "gpus_per_node")
     if per_node is None:
         per_node = 4 if device.startswith("G") else 8
@@ -355,7 +353,7 @@ def _hardware(row: Row, assumed: list[str]) -> Hardware:
             assumed.append(f"network of {gbit:g} Gbit/s per node")
     memory = row.get("hardware", "gpu_mem_gb") or {"A100-80-SXM": 80}.get(device, 80)
     return Hardware(
-        device=device, device_factor=factor, per_node=per_node, domain=max(domain, per_node)
+        device=device, per_node=per_node, domain=max(domain, per_node)
         if domain > 8 else per_node, network_bytes_per_s=gbit * 1e9 / 8,
         memory_bytes=int(memory * 2**30),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost_models.published.features import entries_of
+from autopar.cost_models.published.features import work_of
 from autopar.cost_models.published.folds import SET_APART, counts
 from autopar.cost_models.published.jobs import Job, Unpriceable, read_job
 from autopar.cost_models.published.memory import Memory, stage_memory, worst_memory
@@ -119,7 +119,7 @@ def validate(
         elif wanted(job):
             kept.append((row, job))
     timed = [(row, job) for row, job in kept if row.step_time_s is not None and _has_time(row)]
-    batch = Batch([job for _, job in timed], [entries_of(job) for _, job in timed])
+    batch = Batch([job for _, job in timed], [work_of(job) for _, job in timed])
     seconds = batch.price().step_s if timed else ()
     found = []
     for (row, job), predicted in zip(timed, seconds, strict=True):

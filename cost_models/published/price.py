@@ -1,8 +1,9 @@
 """Seconds of a training step of many jobs at once, from the kernels of their graphs.
 
-The same physics as for one plan, written over columns: a fit has to price hundreds of rows for
-every change of a constant. All constants that it may change are in `Constants`; the others are
-here, each with its meaning.
+Kernels, the race of host and device, and collectives are priced by `autopar.cost_models.compute`
+and `autopar.cost_models.collectives`, as for any plan; only the schedule is a closed form here
+instead of a simulation, because a fit prices hundreds of rows for every change of a constant. A
+test holds both against each other.
 """
 
 from __future__ import annotations
@@ -14,61 +15,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.cost_models.hardware import Device, load_device
-from autopar.cost_models.published import tables
+from autopar.cost_models import compute
+from autopar.cost_models.compute import COLLECTIVE_LAUNCHES, Speeds, host_seconds, race, seconds_of
+from autopar.cost_models.hardware import load_device
+from autopar.cost_models.published import tables, wires
+from autopar.cost_models.published.features import Work
 from autopar.cost_models.published.jobs import Job
-from autopar.cost_models.published.tables import Entry, Table
-from autopar.cost_models.software import fitted_constants
+from autopar.cost_models.published.tables import Table
+from autopar.cost_models.published.wires import Wires
+from autopar.cost_models.software import (
+    HIDDEN_TENSOR,
+    SLOWDOWN,
+    STEP_S,
+    UPDATE_BYTES,
+    generation_of,
+)
 
 if TYPE_CHECKING:
     from autopar.cost_models.published.tables import Flags, Floats
 
 DEVICE_CONSTANTS = (
     "matmul_share", "matmul_size", "misaligned_matmul", "attention_share", "misaligned_head",
-    "low_precision_share", "grouped_matmul_share", "memory_share", "launch_s", "link_share",
-    "network_share",
+    "low_precision_share", "grouped_matmul_share", "convolution_share", "memory_share", "launch_s",
+    "link_share", "network_share",
 )  # fmt: skip
 STACK_CONSTANTS = ("time_factor", "overlap", "element_factor")
-
-ATTENTION_SPEED = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.4, "unfused": 1.0}
-"""Rate of a generation of fused attention kernels against the second (arXiv 2307.08691, figure 5:
-1.6 to 2 times the first; 2407.08608: the third 1.5 to 2 times the second)."""
-HALF_RATE_HEAD = 64.0
-"""Head features at which the second generation loses half of what small heads can lose."""
-SHORT_KEYS = 200.0
-"""Keys at which a row of attention takes as long to begin and end as to compute."""
-ATTENTION_BACKWARD = 0.85
-"""Rate of the backward of fused attention against its forward (2307.08691, figures 4 and 6)."""
-BATCHED_SHARE = 0.55
-"""Rate of many small products, one a head, against one large."""
-ODD_HEAD = 1.1
-"""Time factor of such products when a head is a multiple of 8 but not of 64 features."""
-CONTENTION = 0.7
-"""Share of a hidden collective's time that the computation beside it takes longer: it has fewer
-multiprocessors and less memory bandwidth."""
-CAST_BYTES = 1.5
-"""Bytes that casting an operand of an fp8 product moves per element: reading 2 and writing 1, for
-half of the operands, as each is used twice."""
-HIDDEN_TENSOR = 0.35
-"""What asynchronous tensor parallelism leaves of the time of its collectives."""
-RING_HOP_S = 15e-6
-"""One hop of a ring over many nodes, per bucket of `BUCKET_BYTES`."""
-BUCKET_BYTES = 1e9
-COLLECTIVE_S = 25e-6
-NETWORK_COLLECTIVE_S = 60e-6
-"""Time a tensor-parallel collective takes beside its bytes, within a node and across nodes."""
-RACE = 3.0
-"""Power mean of the times of host and device: infinity would be the plain maximum."""
-COLLECTIVE_LAUNCHES = 4.0
-"""Launches that a collective takes the host: NCCL's kernel, two events and framework code."""
-SEND_S = 30e-6
-STEP_S = 15e-3
-"""Host work of a step: optimizer loop, logging, data."""
-OPTIMIZER_BYTES = 30.0
-"""Bytes that Adam moves per parameter: weight, gradient and two moments read, three written."""
-BROADCAST_S = 2.4e-3
-"""InternEvo's ZeRO-1 over all ranks broadcasts the updated parameters from one rank after the
-other: seconds per rank."""
+BROADCAST_S = 2.0e-3
+"""What each of the broadcasts takes the host with which InternEvo's ZeRO-1 hands on the weights of
+one rank after the other, beside the broadcast itself: seconds per rank."""
 
 Constants = Mapping[tuple[str, str], float]
 """``(device or stack, name)`` to value; what is absent is the catalogue's."""
@@ -82,7 +56,7 @@ class Times:
         step_s: The whole step.
         compute_s: Computation of the busiest stage, its tensor collectives included.
         bubble_s: Waiting for other stages.
-        tensor_s: Tensor and context collectives within `compute_s`.
+        tensor_s: Tensor, context and expert collectives within `compute_s`.
         send_s: Messages between stages.
         data_s: Exposed data-parallel collectives, and what the hidden ones slow down.
         update_s: The optimizer.
@@ -97,23 +71,18 @@ class Times:
     update_s: Floats
 
 
-def device_value(device: Device, name: str) -> float:
-    """An efficiency constant of a device: as fitted with these formulas, else the catalogue's."""
-    fitted = fitted_constants()["devices"].get(device.name, {})
-    return float(fitted.get(name, getattr(device.efficiency, name)))
-
-
 class Batch:
-    """Jobs whose kernels are known, ready to be priced again and again.
+    """Jobs whose work is known, ready to be priced again and again.
 
     Args:
         jobs: The jobs.
-        entries: The kernels of one rank of each, per microbatch.
+        works: The work of one rank of each, per microbatch.
     """
 
-    def __init__(self, jobs: Sequence[Job], entries: Sequence[Sequence[Entry]]) -> None:
+    def __init__(self, jobs: Sequence[Job], works: Sequence[Work]) -> None:
         self.jobs = tuple(jobs)
-        self.table = Table.of(entries)
+        self.table = Table.of([work.pieces for work in works])
+        self.wires = Wires(self.jobs, [work.shifts for work in works])
         self.devices = tuple(load_device(job.hardware.device) for job in jobs)
 
     def column(self, values: Sequence[float | bool]) -> Floats:
@@ -123,14 +92,19 @@ class Batch:
     @cached_property
     def sizes(self) -> Mapping[str, Floats]:
         """What the formulas need of every job, by name."""
-        rows = [_sizes(job, device) for job, device in zip(self.jobs, self.devices, strict=True)]
+        rows = [_sizes(job) for job in self.jobs]
         return {name: self.column([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+    @cached_property
+    def recompute(self) -> Sequence[str]:
+        """What each job computes again."""
+        return np.array([job.recompute for job in self.jobs])  # type: ignore[return-value]
 
     def constants(self, values: Constants) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Columns of the constants of each job's device and stack."""
         device = {
             name: self.column([
-                values.get((found.name, name), device_value(found, name))
+                values.get((found.name, name), getattr(found.efficiency, name))
                 for found in self.devices
             ])
             for name in DEVICE_CONSTANTS
@@ -144,65 +118,59 @@ class Batch:
         return device, stack
 
     @cached_property
-    def per_kernel(self) -> Mapping[str, Floats | Flags]:
-        """What the price of a kernel needs of its job, spread over the kernels."""
-        job, columns = self.table.job, self.table.columns
-        flash1 = np.array([found.stack.attention == "flash1" for found in self.jobs])
-        speed = self.column([ATTENTION_SPEED[found.stack.attention] for found in self.jobs])
-        heads = columns["head_dim"]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            wide = heads / (heads + HALF_RATE_HEAD) * (128 + HALF_RATE_HEAD) / 128
-            keys = 1 / (1 + SHORT_KEYS / columns["keys"])
-            sides = 1 / columns["m"] + 1 / columns["n"] + 1 / columns["k"]
-        low = (columns["low"] > 0) & (self.sizes["low"][job] > 0)
-        batched = self.table.is_("kind", tables.BATCHED)
+    def per_kernel(self) -> Mapping[str, Floats]:
+        """Of every kernel: peak rate, 1 if in a low format, and rates of its attention kernel."""
+        columns, job = self.table.columns, self.table.job
+        formats = [_formats(found) for found in self.jobs]
+        rate = np.ones(len(job))
+        low = np.zeros(len(job), dtype=bool)
+        for place, (kind, dtype, part) in enumerate(
+            zip(columns.kind.tolist(), columns.dtypes, self.table.part.tolist(), strict=True)
+        ):
+            number = int(job[place])
+            # The head stays in 16 bits where blocks are in 8 or 4 (Transformer Engine's recipes).
+            found = formats[number]
+            inside = part in (tables.BLOCK, tables.SPARSE)
+            narrow = compute.format_of(dtype, kind, found if inside else _wide(found))
+            low[place] = narrow in compute.LOW_FORMATS
+            if kind != compute.STREAM:
+                rate[place] = self.devices[number].peak(narrow)
+        kernels = [generation_of(found.stack) for found in self.jobs]
         return {
-            "attention": np.where(flash1[job], 1.0, wide) * speed[job] * keys
-            * np.where(columns["backward"] > 0, ATTENTION_BACKWARD, 1.0),
-            "sides": sides,
-            "low": low,
-            "cast": np.where(low, CAST_BYTES * self._operands, 0.0),
-            "misaligned": self.table.misaligned,
-            "odd_head": batched & (np.mod(heads, 8) != 0),
-            "half_head": batched & (np.mod(heads, 8) == 0) & (np.mod(heads, 64) != 0),
-        }  # fmt: skip
+            "peak": rate,
+            "low": low.astype(np.float64),
+            "speed": self.column([compute.ATTENTION_SPEED[name] for name in kernels])[job],
+            "half": self.column([compute.HALF_RATE_HEAD[name] for name in kernels])[job],
+            "bandwidth": self.column([found.memory_bytes_per_s for found in self.devices])[job],
+        }
 
-    @property
-    def _operands(self) -> Floats:
-        """Elements of both operands of every product, for all of its runs."""
-        columns = self.table.columns
-        with np.errstate(divide="ignore", invalid="ignore"):
-            one = columns["m"] * columns["n"] * columns["k"] * 2
-            runs = columns["flops"] / one
-            return np.nan_to_num(runs * columns["k"] * (columns["m"] + columns["n"]))
+    @cached_property
+    def cast_bytes(self) -> Floats:
+        """Bytes that casting an element of an operand to 8 or 4 bits moves, by job."""
+        fused, alone = compute.FUSED_CAST_BYTES, compute.CAST_BYTES
+        return self.column([fused if job.stack.compiled else alone for job in self.jobs])
 
-    def kernel_seconds(self, device: Mapping[str, Floats], stack: Mapping[str, Floats]) -> Floats:
-        """Seconds of every kernel of the table."""
-        job, columns, kernel = self.table.job, self.table.columns, self.per_kernel
-        peak, bandwidth = self.sizes["peak"][job], self.sizes["bandwidth"]
-        moving = columns["moved"] / (bandwidth * device["memory_share"])[job]
-        kind = columns["kind"]
-        size = device["matmul_size"][job] * np.where(kernel["low"], 2.0, 1.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rate = peak * device["matmul_share"][job] / (1 + size * kernel["sides"])
-            rate = rate * np.where(kernel["low"], 2 * device["low_precision_share"][job], 1.0)
-            rate = rate * np.where(kind == tables.GROUPED, device["grouped_matmul_share"][job], 1.0)
-            product = columns["flops"] / rate
-            attention = columns["flops"] / (
-                peak * device["attention_share"][job] * kernel["attention"]
-            )
-        product = product * np.where(kernel["misaligned"], device["misaligned_matmul"][job], 1.0)
-        product = (
-            np.maximum(product, moving) + kernel["cast"] / (bandwidth * device["memory_share"])[job]
-        )
-        batched = columns["flops"] / (peak * device["matmul_share"][job] * BATCHED_SHARE)
-        batched = np.maximum(batched, moving)
-        batched = batched * np.where(kernel["odd_head"], device["misaligned_head"][job], 1.0)
-        batched = batched * np.where(kernel["half_head"], ODD_HEAD, 1.0)
-        return np.select(
-            [kind == tables.ATTENTION, kind == tables.BATCHED, kind == tables.ELEMENT],
-            [attention, batched, moving * stack["element_factor"][job]],
-            product,
+    def speeds(self, device: Mapping[str, Floats], stack: Mapping[str, Floats]) -> Speeds:
+        """What every kernel of the table reaches."""
+        job, kernel = self.table.job, self.per_kernel
+        low = kernel["low"] > 0
+        of = {name: column[job] for name, column in device.items()}
+        return Speeds(
+            peak_flops_per_s=kernel["peak"] * np.where(low, of["low_precision_share"], 1.0),
+            bytes_per_s=kernel["bandwidth"],
+            matmul_share=of["matmul_share"],
+            matmul_size=of["matmul_size"],
+            misaligned_matmul=of["misaligned_matmul"],
+            attention_share=of["attention_share"],
+            misaligned_head=of["misaligned_head"],
+            grouped_matmul_share=of["grouped_matmul_share"],
+            convolution_share=of["convolution_share"],
+            memory_share=of["memory_share"],
+            launch_s=of["launch_s"],
+            attention_speed=kernel["speed"],
+            half_rate_head=kernel["half"],
+            cast_bytes=np.where(low, self.cast_bytes[job], 0.0),
+            element_factor=stack["element_factor"][job],
         )
 
     def price(self, values: Constants | None = None) -> Times:
@@ -212,71 +180,45 @@ class Batch:
             values: Constants to use instead of the catalogue's.
         """
         device, stack = self.constants(values or {})
-        seconds = self.kernel_seconds(device, stack)
-        return _assemble(self, seconds, device, stack)
+        speeds = self.speeds(device, stack)
+        seconds = seconds_of(self.table.columns, speeds) * stack["time_factor"][self.table.job]
+        hosts = host_seconds(self.table.columns, speeds)
+        moved = self.wires.price(device["link_share"], device["network_share"])
+        return _assemble(self, _block(self, seconds, hosts, moved, device), moved, device, stack)
 
 
-def _sizes(job: Job, device: Device) -> dict[str, float]:
-    config, hardware = job.config, job.hardware
-    width = 4 if job.dtype == "tf32" else 2
-    tokens = job.micro_batch * (job.seq // job.cp)
-    low = job.dtype in ("fp8", "fp4")
+def _formats(job: Job) -> Mapping[str, str]:
+    if job.dtype == "tf32":
+        return {"float32": "tf32"}
+    return {"bfloat16": job.dtype} if job.dtype in compute.LOW_FORMATS else {}
+
+
+def _wide(formats: Mapping[str, str]) -> Mapping[str, str]:
+    return {key: name for key, name in formats.items() if name not in compute.LOW_FORMATS}
+
+
+def _sizes(job: Job) -> dict[str, float]:
+    config = job.config
     stages = [sum(job.stage_layers[rank :: job.pp]) for rank in range(job.pp)]
     sparse = config.layers - config.dense_layers if config.experts else 0
-    dense_params = config.block_params(False) / job.tp
-    experts = 3 if config.gated else 2
-    spread = config.experts * experts * config.hidden * config.expert_ffn
-    sparse_params = (config.block_params(True) - spread) / job.tp + spread / job.tp / job.ep
-    blocks = (dense_params * (config.layers - sparse) + sparse_params * sparse) / config.layers
+    layers, block, outer = wires.local_params(job)
+    shards = job.zero_group or job.dp * job.cp
     return {
-        "peak": device.peak("bf16" if low else job.dtype) * hardware.device_factor,
-        "bandwidth": device.memory_bytes_per_s,
-        "link": device.link.bytes_per_s,
-        "network": hardware.network_bytes_per_s,
-        "per_node": hardware.per_node,
-        "domain": hardware.domain,
-        "low": low,
         "microbatches": job.microbatches,
-        "pp": job.pp, "tp": job.tp, "dp": job.dp * job.cp, "cp": job.cp, "ep": job.ep,
+        "pp": job.pp,
         "chunks": job.chunks,
-        "zero": job.zero, "regather": job.regather, "zero_group": job.zero_group,
-        "layers": config.layers, "sparse_share": sparse / config.layers,
-        "most_layers": max(stages), "first_layers": stages[0], "last_layers": stages[-1],
+        "zero": job.zero,
+        "regather": job.regather,
+        "layers": config.layers,
+        "sparse_share": sparse / config.layers,
+        "most_layers": max(stages),
+        "first_layers": stages[0],
+        "last_layers": stages[-1],
         "recompute_share": job.recompute_share,
-        "activation": tokens * config.hidden * width,
-        "keys": tokens * 2 * config.kv_heads * config.head_dim / job.tp * width,
-        "routed": tokens * max(config.top_k, 0) * config.hidden * width
-        / (job.tp if job.sequence_parallel else 1) if job.ep > 1 else 0.0,
-        "asynchronous": job.asynchronous_tp,
-        "block_params": blocks,
-        "embedding_params": config.vocab * config.hidden / job.tp,
-        "tied": config.tied,
-        "gather_width": 1 if low and job.stack.low_gather else width,
-        "gradient_width": job.stack.gradient_bytes, "width": width,
-    }  # fmt: skip
-
-
-def _tensor(batch: Batch, link: Floats, network: Floats) -> tuple[Floats, Floats, Floats]:
-    """Seconds of the collectives of one block that are not data-parallel.
-
-    Returns:
-        An all-reduce of an activation over the tensor ranks; the exchange of keys over the context
-        ranks; one routing of tokens to experts.
-    """
-    size = batch.sizes
-    across = size["tp"] > size["domain"]
-    share = np.minimum(size["tp"], size["per_node"]) / size["per_node"]
-    speed = np.where(across, np.minimum(link, network * share), link)
-    wait = np.where(across, NETWORK_COLLECTIVE_S, COLLECTIVE_S)
-    reduce = 2 * (size["tp"] - 1) / size["tp"] * size["activation"] / speed + wait
-    reduce = np.where(size["tp"] > 1, reduce, 0.0)
-    exchange = (size["cp"] - 1) * size["keys"] / link
-    inside = np.minimum(size["ep"], np.maximum(1, size["domain"] / size["tp"]))
-    outside = 1 - inside / size["ep"]
-    local = size["routed"] * (1 - 1 / size["ep"])
-    routing = local / link + size["routed"] * outside / (network / size["per_node"])
-    routing = np.where(size["ep"] > 1, routing + COLLECTIVE_S, 0.0)
-    return reduce, exchange, routing
+        "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
+        "updated": (layers * block + outer) / (shards if job.zero else 1),
+        "broadcasts": job.dp * job.cp if wires.one_by_one(job) else 0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,69 +232,69 @@ class _Block:
     last: Floats
 
 
-def _race(device: Floats, host: Floats) -> Floats:
-    """Seconds of work that the host launches ahead of the device: those of the slower of the two.
-
-    Where both take about as long, each waits for the other now and then.
-    """
-    return np.power(device**RACE + host**RACE, 1 / RACE)
-
-
 def _block(
-    batch: Batch, seconds: Floats, factor: Floats, launch: Floats, link: Floats, network: Floats
+    batch: Batch, seconds: Floats, hosts: Floats, moved: Floats, device: Mapping[str, Floats]
 ) -> _Block:
-    table, size = batch.table, batch.sizes
-    backward = table.columns["backward"] > 0
-    core = table.columns["core"] > 0
-    products = table.is_("kind", tables.MATMUL) | table.is_("kind", tables.GROUPED)
+    table, size, calls = batch.table, batch.sizes, batch.wires.calls
+    backward, kinds = table.columns.backward, batch.recompute
+    sparse = size["sparse_share"]
 
     def part(mask: Flags, spent: Floats = seconds) -> Floats:
-        dense = table.total(spent, mask & table.is_("part", tables.BLOCK))
-        sparse = table.total(spent, mask & table.is_("part", tables.SPARSE))
-        return dense * (1 - size["sparse_share"]) + sparse * size["sparse_share"]
+        dense = table.total(spent, mask & (table.part == tables.BLOCK))
+        experts = table.total(spent, mask & (table.part == tables.SPARSE))
+        return dense * (1 - sparse) + experts * sparse
 
-    forward = part(~backward)
-    attention, matmul = part(~backward & core), part(~backward & products)
-    kinds = np.array([job.recompute for job in batch.jobs])
-    again = np.select(
-        [kinds == "full", kinds == "attention", kinds == "ops"],
-        [forward * size["recompute_share"], attention, forward - attention - 0.5 * matmul],
-        0.0,
-    )
-    reduce, exchange, routing = _tensor(batch, link, network)
-    hidden = np.where(size["asynchronous"] > 0, HIDDEN_TENSOR, 1.0)
-    times = np.select([kinds == "full", kinds == "ops"], [2 * size["recompute_share"], 1.0], 0.0)
-    routing = routing * size["sparse_share"]
-    tensor_forward = 2 * reduce * hidden + 0.3 * exchange + 2 * routing
-    tensor_backward = (2 + times) * reduce * hidden + 0.6 * exchange + (2 + times) * routing
-    host = table.columns["launches"] * launch[table.job]
-    split = np.where(size["tp"] > 1, COLLECTIVE_LAUNCHES * launch, 0.0)
-    host_forward = part(~backward, host) + 2 * split
-    host_again = np.where(kinds == "full", host_forward * size["recompute_share"], 0.0)
-    host_backward = part(backward, host) + 2 * split + host_again
-    ends = {
-        place: _race(
-            table.total(seconds, table.is_("part", place)) * factor + reduce,
-            table.total(host, table.is_("part", place)) + split,
+    def tensor(values: Floats, dense: int, experts: int) -> Floats:
+        return np.asarray(values[dense] * (1 - sparse) + values[experts] * sparse)
+
+    def again(forward: Floats, attention: Floats, matmul: Floats) -> Floats:
+        """What backward computes again of what forward computed."""
+        return np.select(
+            [kinds == "full", kinds == "attention", kinds == "ops"],
+            [forward * size["recompute_share"], attention, forward - attention - 0.5 * matmul],
+            0.0,
         )
-        for place in (tables.FIRST, tables.LAST)
-    }
+
+    core, product = table.core, table.product
+    device_of, host_of = (
+        (part(~backward, spent), part(backward, spent)
+         + again(part(~backward, spent), part(~backward & core, spent),
+                 part(~backward & product, spent)))
+        for spent in (seconds, hosts)
+    )  # fmt: skip
+    # Collectives of a forward done again; per-op checkpointing keeps what was reduced.
+    repeated = np.select([kinds == "full", kinds == "ops"], [size["recompute_share"], 0.5], 0.0)
+    ahead = tensor(moved, wires.FORWARD, wires.SPARSE_FORWARD) * size["hidden_tensor"]
+    back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_tensor"]
+    routing, exchange = moved[wires.ROUTE] * sparse, moved[wires.EXCHANGE]
+    tensor_forward = ahead + 0.3 * exchange + 2 * routing
+    tensor_backward = back + 0.6 * exchange + 2 * routing
+    tensor_backward = tensor_backward + repeated * (ahead + 2 * routing)
+    call_s = COLLECTIVE_LAUNCHES * device["launch_s"]
+    calls_forward = tensor(calls, wires.FORWARD, wires.SPARSE_FORWARD)
+    calls_backward = tensor(calls, wires.BACKWARD, wires.SPARSE_BACKWARD) + repeated * calls_forward
+    ends = (
+        race(
+            table.total(seconds, table.part == place) + moved[slot],
+            table.total(hosts, table.part == place) + call_s * calls[slot],
+        )
+        for place, slot in ((tables.FIRST, wires.FIRST), (tables.LAST, wires.LAST))
+    )
+    first, last = ends
     return _Block(
-        forward=_race(forward * factor + tensor_forward, host_forward),
-        backward=_race((part(backward) + again) * factor + tensor_backward, host_backward),
+        forward=race(device_of[0] + tensor_forward, host_of[0] + call_s * calls_forward),
+        backward=race(device_of[1] + tensor_backward, host_of[1] + call_s * calls_backward),
         tensor=tensor_forward + tensor_backward,
-        first=ends[tables.FIRST],
-        last=ends[tables.LAST],
+        first=first,
+        last=last,
     )
 
 
 def _assemble(
-    batch: Batch, seconds: Floats, device: Mapping[str, Floats], stack: Mapping[str, Floats]
-) -> Times:
+    batch: Batch, block: _Block, moved: Floats, device: Mapping[str, Floats],
+    stack: Mapping[str, Floats],
+) -> Times:  # fmt: skip
     size = batch.sizes
-    link = size["link"] * device["link_share"]
-    network = size["network"] * device["network_share"]
-    block = _block(batch, seconds, stack["time_factor"], device["launch_s"], link, network)
     layer = block.forward + block.backward
     alone = size["pp"] <= 1
     whole = size["layers"] * layer + block.first + block.last
@@ -363,81 +305,40 @@ def _assemble(
     ])  # fmt: skip
     busiest = np.where(alone, whole, busiest)
     bubble = np.where(alone, 0.0, (whole - busiest) / size["chunks"])
-    sends = _sends(size, link, network)
-    data = _data(batch, block, link, network, stack["overlap"])
-    update = _update(batch, device)
-    compute = busiest * size["microbatches"]
+    # Messages forward and backward, that nothing hides.
+    passes = 2 * (size["microbatches"] * size["chunks"] + size["pp"] - 1)
+    sends = moved[wires.SEND] * passes
+    data = _data(batch, block, moved, stack["overlap"])
+    bandwidth = batch.column([found.memory_bytes_per_s for found in batch.devices])
+    update = size["updated"] * UPDATE_BYTES / (bandwidth * device["memory_share"])
+    compute_s = busiest * size["microbatches"]
     layers = np.where(alone, size["layers"], size["most_layers"])
     return Times(
-        step_s=compute + bubble + sends + data + update + STEP_S,
-        compute_s=compute, bubble_s=bubble,
+        step_s=compute_s + bubble + sends + data + update + STEP_S,
+        compute_s=compute_s, bubble_s=bubble,
         tensor_s=block.tensor * layers * size["microbatches"],
         send_s=sends, data_s=data, update_s=update,
     )  # fmt: skip
 
 
-def _sends(size: Mapping[str, Floats], link: Floats, network: Floats) -> Floats:
-    """Messages between stages, forward and backward, that nothing hides."""
-    across = size["tp"] * size["dp"] >= size["per_node"]
-    speed = np.where(across, network / size["per_node"], link)
-    # Tensor ranks send a part each and gather it at the other end (arXiv 2104.04473, 4.1).
-    gather = size["activation"] * (size["tp"] - 1) / size["tp"] / link
-    one = size["activation"] / size["tp"] / speed + gather + SEND_S
-    count = 2 * (size["microbatches"] * size["chunks"] + size["pp"] - 1)
-    return np.where(size["pp"] > 1, one * count, 0.0)
-
-
-def local_params(size: Mapping[str, Floats]) -> Floats:
-    """Parameters of the rank that holds most, before data-parallel ranks share them."""
-    alone = size["pp"] <= 1
-    outer = np.where(alone & (size["tied"] <= 0), 2, 1) * size["embedding_params"]
-    layers = np.where(alone, size["layers"], size["first_layers"])
-    return np.maximum(layers * size["block_params"] + outer,
-                      size["most_layers"] * size["block_params"])  # fmt: skip
-
-
-def _data(batch: Batch, block: _Block, link: Floats, network: Floats, overlap: Floats) -> Floats:
+def _data(batch: Batch, block: _Block, moved: Floats, overlap: Floats) -> Floats:
     """Data-parallel collectives: what of them shows, and what the hidden part slows down."""
     size = batch.sizes
-    params, ranks = local_params(size), size["dp"]
-    inside = np.minimum(ranks, np.maximum(1, size["domain"] / size["tp"]))
-    groups = np.maximum(1, size["per_node"] / np.minimum(inside, size["per_node"]))
-    speed = np.where(ranks > inside, np.minimum(link, network / groups), link)
-    wait = 30e-6 * np.log2(np.maximum(ranks, 2))
-    share = (ranks - 1) / ranks
     layers = np.where(size["pp"] <= 1, size["layers"], size["most_layers"])
+    forward, backward = layers * block.forward, layers * block.backward
+
+    def shown(spent: Floats, beside: Floats) -> Floats:
+        """What a collective adds to the computation beside it; see `pricing.ProgramCost.task`."""
+        hidden = np.minimum(spent * overlap, beside)
+        return np.asarray(spent - hidden + SLOWDOWN * hidden)
+
     # ZeRO-3: weights gathered block by block in every microbatch, gradients reduced.
-    gather = share * params * size["gather_width"] / speed + wait * layers
-    reduce = share * params * size["gradient_width"] / speed + wait * layers
-    slowed = speed / link  # what crosses a network uses as much memory bandwidth, for longer
-    forward, backward = layers * block.forward * overlap, layers * block.backward * overlap
+    gather, reduce = moved[wires.GATHER], moved[wires.REDUCE]
     again = np.where(size["regather"] > 0, gather, 0.0) + reduce
-    sharded = (
-        np.maximum(0, gather - forward) + np.maximum(0, again - backward)
-        + CONTENTION * slowed * (np.minimum(gather, forward) + np.minimum(again, backward))
-        + (gather + reduce) / layers
-    ) * size["microbatches"]  # fmt: skip
-    # Others: gradients reduced once (ZeRO-2: in every microbatch), updated weights gathered.
-    split, grouped = size["zero"] >= 1, size["zero_group"] > 0
-    ring = 2 * (ranks - 1) * RING_HOP_S * params * size["gradient_width"] / BUCKET_BYTES
-    volume = share * params * size["gradient_width"] / speed
-    summed = np.where(split & ~grouped, volume, 2 * volume) + wait + ring
-    gathered = np.where(split, share * params * size["width"], 0.0)
-    gathered = gathered / np.where(grouped, link, speed)
-    names = np.array([job.stack.name for job in batch.jobs])
-    one_by_one = (names == "internevo") & (size["zero"] == 1) & ~grouped
-    shown = np.maximum(0, summed - backward) + CONTENTION * slowed * np.minimum(
-        summed, backward
-    ) * (size["zero"] == 2)
-    shown = shown * np.where(size["zero"] == 2, size["microbatches"], 1)
-    plain = shown + gathered * (1 - 0.5 * overlap) + np.where(one_by_one, ranks * BROADCAST_S, 0)
-    return np.where(ranks > 1, np.where(size["zero"] == 3, sharded, plain), 0.0)
-
-
-def _update(batch: Batch, device: Mapping[str, Floats]) -> Floats:
-    """The optimizer: memory-bound, over what of the parameters a rank updates."""
-    size = batch.sizes
-    ranks = np.where(size["zero_group"] > 0, size["zero_group"], size["dp"])
-    ranks = np.where(size["zero"] >= 1, ranks, 1)
-    moved = OPTIMIZER_BYTES / ranks + np.where(size["zero"] == 3, 0.0, 6.0)
-    return local_params(size) * moved / (size["bandwidth"] * device["memory_share"])
+    edges = (gather + reduce) / layers  # the first gather and the last sum have nothing beside them
+    sharded = (shown(gather, forward) + shown(again, backward) + edges) * size["microbatches"]
+    # Others: gradients summed beside the last backward (ZeRO-2: every one), weights handed on.
+    often = np.where(size["zero"] == 2, size["microbatches"], 1)
+    plain = shown(moved[wires.SUM], backward) * often + moved[wires.SPREAD]
+    plain = plain + moved[wires.BROADCAST] + size["broadcasts"] * BROADCAST_S
+    return np.where(size["zero"] == 3, sharded, plain)

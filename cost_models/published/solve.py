@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from autopar.cost_models.published.priors import Parameter
 
+    Flags = NDArray[np.bool_]
     Floats = NDArray[np.float64]
 
 SCALE = 0.06
@@ -52,14 +53,34 @@ def _weights(errors: Floats) -> Floats:
     return np.where(np.abs(errors) > CAP, FAR * weight, weight) / SCALE**2
 
 
+def _apart(reach: Sequence[Flags]) -> list[list[int]]:
+    """Parameters in groups of which no two change the same error."""
+    groups: list[tuple[Flags, list[int]]] = []
+    for place, mask in enumerate(reach):
+        for taken, places in groups:
+            if not (taken & mask).any():
+                taken |= mask
+                places.append(place)
+                break
+        else:
+            groups.append((mask.copy(), [place]))
+    return [places for _, places in groups]
+
+
 def solve(
-    residual: Callable[[Floats], Floats], found: Sequence[Parameter], *, rounds: int = 25
+    residual: Callable[[Floats], Floats],
+    found: Sequence[Parameter],
+    *,
+    reach: Sequence[Flags] | None = None,
+    rounds: int = 25,
 ) -> Solution:
     """Fit parameters to log errors.
 
     Args:
         residual: Log of predicted over measured, for logarithms of the parameters.
         found: The parameters; their priors are the start.
+        reach: Which errors each parameter can change; all by default. Slopes of parameters that
+            change different errors are taken at once.
         rounds: Most steps.
 
     Returns:
@@ -75,13 +96,18 @@ def solve(
 
     logs = prior.copy()
     errors = residual(logs)
+    if reach is None:
+        reach = [np.ones(len(errors), dtype=bool)] * len(logs)
+    apart = _apart(reach)
     loss, damping, taken = total(errors, logs), 1e-2, 0
     for _ in range(rounds):
-        slopes = np.empty((len(errors), len(logs)))
-        for place in range(len(logs)):
+        slopes = np.zeros((len(errors), len(logs)))
+        for places in apart:
             moved = logs.copy()
-            moved[place] += STEP
-            slopes[:, place] = (residual(moved) - errors) / STEP
+            moved[places] += STEP
+            change = (residual(moved) - errors) / STEP
+            for place in places:
+                slopes[:, place] = np.where(reach[place], change, 0.0)
         weight = _weights(errors)
         normal = (slopes * weight[:, None]).T @ slopes + np.diag(1 / spread**2)
         right = -(slopes * weight[:, None]).T @ errors - (logs - prior) / spread**2

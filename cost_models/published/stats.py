@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+LARGE_SET = 8
+"""Plans from which a set can tell a good order from luck."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:

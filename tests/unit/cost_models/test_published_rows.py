@@ -128,7 +128,7 @@ def test_whole_families_are_held_out_and_twins_count_once():
     kept = distinct(rows, jobs)
     assert len(rows) - len(kept) == 4  # the same runs in two tables
     families = {family(job) for job in jobs}
-    assert len(families) == 5
+    assert len(families) == 1  # one model on one kind of device, however many of them
     assert all(fold(name, "a") == fold(name, "a") for name in families)
     assert {fold(f"family {number}", "a") for number in range(30)} == {0, 1, 2}
 
