@@ -123,9 +123,10 @@ def _print(console: Console, found: Calibration) -> None:
     from autopar.cost_models.hardware import figure_at
 
     figures = Table("figure", "value", "unit", "how", box=None, pad_edge=False)
+    figures.columns[0].min_width = max(len(item.path) for item in found.constants)
     figures.columns[1].justify = "right"
     for item in found.constants:
-        how = item.how + (", at the end of its plausible range" if item.at_edge else "")
+        how = item.how + (", at its limit" if item.at_edge else "")
         figures.add_row(item.path, f"{item.value:g}", figure_at(item.path).unit, how)
     console.print(figures, highlight=False)
     console.print()

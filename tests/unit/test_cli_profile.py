@@ -41,7 +41,7 @@ def test_it_writes_a_cluster_and_says_how_it_fits(asked, tmp_path: Path, capsys)
     spec = ClusterSpec.load(file)
     assert (spec.num_devices, spec.groups[0].source) == (3, SOURCE)
     text = capsys.readouterr().out
-    for word in ("measured", "fitted, at the end of its plausible range", "5.0%", "8 x 8 x 8"):
+    for word in ("measured", "fitted, at its limit", "5.0%", "8 x 8 x 8"):
         assert word in text
     assert asked == [(3, False)]
 
