@@ -113,6 +113,8 @@ class SoftwareStack:
         element_factor: See the module.
         reserved_factor: See the module.
         fitted: Which of the constants a fit may move.
+        overlapped_tensor: Whether tensor collectives are hidden in the products beside them.
+        like: Stack whose fitted constants it takes, having no rows of its own.
         source: Where the facts are from.
     """
 
@@ -135,6 +137,8 @@ class SoftwareStack:
     element_factor: float = CONSTANTS["element_factor"].prior
     reserved_factor: float = CONSTANTS["reserved_factor"].prior
     fitted: tuple[str, ...] = tuple(CONSTANTS)
+    overlapped_tensor: bool = False
+    like: str = ""
     source: str
 
     def constants(self) -> dict[str, float]:
@@ -173,6 +177,13 @@ _STACKS = (
         fused_qkv=True, fused_gate=True,
         gradient_bytes=4, context_bytes=3_000_000_000,
         source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine; NeMo, FlagScale",
+    ),
+    SoftwareStack(
+        name="nemo", attention="flash3", loss="vocab_parallel",
+        fused_qkv=True, fused_gate=True, overlapped_tensor=True,
+        gradient_bytes=4, context_bytes=3_000_000_000, fitted=(), like="mcore",
+        source="NVIDIA NeMo and Megatron-Bridge of 2024 and later: core as above with the fused "
+        "attention of cuDNN 9 on Hopper, tensor collectives overlapped (ub_tp_comm_overlap)",
     ),
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
@@ -239,6 +250,9 @@ def stacks() -> Mapping[str, SoftwareStack]:
     found = {stack.name: stack for stack in _STACKS}
     for name, values in fitted_constants().items():
         found[name] = with_constants(stack(name, found), values)
+    for name, item in found.items():
+        if item.like:
+            found[name] = with_constants(item, found[item.like].constants())
     return MappingProxyType(found)
 
 

@@ -156,7 +156,7 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
     tp = degrees["tp"]
     sequence_parallel = plan["sp"]
     if sequence_parallel is None:
-        sequence_parallel = software.name in ("mcore", "internevo") and tp > 1
+        sequence_parallel = software.name in ("mcore", "nemo", "internevo") and tp > 1
         if tp > 1:
             assumed.append(f"sequence parallel {'on' if sequence_parallel else 'off'}")
     if config.positions == "learned":
@@ -171,7 +171,8 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
     return Job(
         id=row.id, group=row.group, config=config, seq=seq, global_batch=batch, micro_batch=micro,
         **degrees, ep=plan["ep"] or 1, sequence_parallel=bool(sequence_parallel) and tp > 1,
-        asynchronous_tp="async" in (plan["schedule"] or "").lower(), chunks=chunks,
+        asynchronous_tp=software.overlapped_tensor or "async" in (plan["schedule"] or "").lower(),
+        chunks=chunks,
         stage_layers=_stages(row, config, degrees["pp"], chunks), zero=zero, regather=regather,
         zero_group=group, recompute=recompute, recompute_share=share,
         dtype=_dtype(row, assumed), expert_tp=int(expert_tp[1]) if expert_tp else tp,
@@ -270,8 +271,9 @@ _FRAMEWORKS = (
     ("liger", "deepspeed-hf"),
     ("deepspeed", "deepspeed-hf"),
     ("alpa", "alpa"),
+    ("megatron-bridge", "nemo"),
+    ("nemo", "nemo"),
     ("megatron", "mcore"),
-    ("nemo", "mcore"),
     ("flagscale", "mcore"),
     ("nanotron", "mcore"),
 )
@@ -316,7 +318,8 @@ def _flags(row: Row, found: SoftwareStack, assumed: list[str]) -> SoftwareStack:
     return found
 
 
-# Text of a row -> device of the catalogue, devices that the fast link joins.
+# Text of a row -> device of the catalogue, devices that the fast link joins. Jobs take 16 of the
+# 18 trays of a rack of GB200 or GB300, so that groups of ranks do not straddle racks.
 _DEVICES = (
     (r"H100-9[56]GB-HBM2e.*", "H100-SXM-96", 8),
     (r"A100-40GB.*", "A100-40-SXM", 8),
@@ -327,8 +330,8 @@ _DEVICES = (
     (r"H200( .*)?", "H200-SXM", 8),
     (r"GH200.*", "GH200", 4),
     (r"B200.*", "B200", 8),
-    (r"GB200.*", "GB200", 72),
-    (r"GB300.*", "GB300", 72),
+    (r"GB200.*", "GB200", 64),
+    (r"GB300.*", "GB300", 64),
     (r"V100-32GB.*", "V100-SXM2-32", 8),
     (r"V100-16GB.*", "V100-SXM2-16", 8),
 )

@@ -190,10 +190,11 @@ class Batch:
 def _formats(job: Job) -> Mapping[str, str]:
     if job.dtype == "tf32":
         return {"float32": "tf32"}
-    return {"bfloat16": job.dtype} if job.dtype in compute.LOW_FORMATS else {}
+    return {"bfloat16": job.dtype}  # graphs of all 16-bit formats are traced in one
 
 
 def _wide(formats: Mapping[str, str]) -> Mapping[str, str]:
+    """The same without formats of 8 and 4 bits."""
     return {key: name for key, name in formats.items() if name not in compute.LOW_FORMATS}
 
 

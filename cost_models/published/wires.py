@@ -65,10 +65,16 @@ def cluster_of(job: Job) -> ClusterSpec:
     per_node = min(found.per_node, job.gpus)
     cards = max(1, round(usual.nics * per_node / usual.devices))
     network = found.network_bytes_per_s * per_node / found.per_node
+    figures = {"node.nic_gbit_per_s": network * 8e-9 / cards}
+    if found.domain > found.per_node:
+        figures["link.domain_devices"] = found.domain
     group = NodeGroup(
-        device=found.device, devices_per_node=per_node, nodes=-(-job.gpus // per_node),
-        figures=(("node.nic_gbit_per_s", network * 8e-9 / cards),), source=f"row {job.id}",
-    )  # fmt: skip
+        device=found.device,
+        devices_per_node=per_node,
+        nodes=-(-job.gpus // per_node),
+        figures=tuple(figures.items()),
+        source=f"row {job.id}",
+    )
     return ClusterSpec(groups=(group,))
 
 
