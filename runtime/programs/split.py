@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -228,16 +229,27 @@ def _weight(
     nodes: list[fx.Node],
     results: list[tuple[Slot, fx.Node]],
 ) -> Program:
+    def hand(part: _Part, node: fx.Node) -> bool:
+        state.handed.add(node)
+        part.env[node] = part.input(node, Slot("saved", node.name))
+        return True
+
     def resolve(part: _Part, node: fx.Node) -> bool:
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            made = backward.env.get(source)
+            if made is not None and made.op != "placeholder" and not kinds.is_view_node(source):
+                # What is handed over is one tensor, never several together.
+                if node not in backward.env:
+                    backward.copy(node)
+                return hand(part, node)
         if node in state.slots or kinds.is_view_node(node):
             return node in state.slots and state.resolve_forward(part, node)
         here = backward.env.get(node)
         if here is None or here.op == "placeholder":
             # Not made by backward: from forward, or computed again here.
             return state.resolve_forward(part, node)
-        state.handed.add(node)
-        part.env[node] = part.input(node, Slot("saved", node.name))
-        return True
+        return hand(part, node)
 
     part = _later(state, nodes, results, resolve)
     return part.finish(f"{joint.name} weight gradients", results)
