@@ -40,6 +40,17 @@ class TorchCommunicator(Communicator):
         self._channels: dict[Channel, Any] = {}
         self._waiter: Waiter | None = None
 
+    def leave(self) -> None:
+        """End the job of this process: nothing can be sent afterwards.
+
+        The threads of a process group let go of tensors, and of Python objects with them. They
+        must have ended before the interpreter does, and do so with the last reference to it.
+        """
+        self._groups.clear()
+        self._channels.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def gather_objects(self, value: T) -> list[T]:
         """See `Communicator.gather_objects`."""
         values: list[Any] = [None] * self.world_size
@@ -204,7 +215,9 @@ def from_environment(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _join(job, chosen, timeout_s)
-    return TorchCommunicator(chosen)
+    joined = TorchCommunicator(chosen)
+    atexit.register(joined.leave)
+    return joined
 
 
 def _join(job: JobEnvironment, device: torch.device, timeout_s: float) -> None:
@@ -218,13 +231,6 @@ def _join(job: JobEnvironment, device: torch.device, timeout_s: float) -> None:
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Stop the threads of the process group before the interpreter takes their ground away."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _choose_device(device: str | torch.device | None, local_rank: int) -> torch.device:
