@@ -79,6 +79,7 @@ CASES = [
     ("gpt", "pp=2,dp=2", "ddp,zero=1,microbatches=4,schedule=1f1b,recompute=selective"),
     ("gpt", "pp=2,dp=2", "ddp,zero=2,microbatches=4,schedule=zb_h1"),
     ("gpt", "pp=2,tp=2", "megatron,microbatches=4,schedule=zbv"),
+    ("gpt", "pp=2", "ddp,microbatches=4,schedule=zb_h1,recompute=selective"),
     ("gpt", "pp=2,tp=2", "megatron_sp,microbatches=4,schedule=interleaved_1f1b,chunks=2"),
     ("norms", "pp=3", "ddp,microbatches=4,schedule=1f1b"),
     ("norms", "pp=2,dp=2", "ddp,microbatches=4,schedule=pipedream"),
