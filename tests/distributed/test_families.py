@@ -13,15 +13,17 @@ from tests.models.check import Case, agree, on_ranks, placements
 from tests.models.families import EAGER_PLANS, EXACT_PLANS, FAMILIES, family, has_dropout
 
 EXACT_TO_1E12 = ("gpt2", "llama")
-# Every plan meets half of the families in every run, and the other half in the long mode.
-HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+# Every plan meets a part of the families in every run, and the others in the long mode.
+LATER = [pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3)]
+QUARTERS = pytest.mark.parametrize("part", [0, *LATER])
+HALVES = pytest.mark.parametrize("half", [0, LATER[0]])
 
 
-def half_of(
-    plans: tuple[tuple[str, str], ...], name: str, half: int
+def part_of(
+    plans: tuple[tuple[str, str], ...], name: str, part: int, parts: int
 ) -> tuple[tuple[str, str], ...]:
-    """Every second plan, others for the next family."""
-    return plans[(half + list(FAMILIES).index(name)) % 2 :: 2]
+    """Every so many-th plan, others for the next family."""
+    return plans[(part + list(FAMILIES).index(name)) % parts :: parts]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -30,10 +32,10 @@ def member(request: pytest.FixtureRequest) -> Iterator[tuple[str, Case]]:
     yield request.param, family(request.param)
 
 
-@HALVES
-def test_exact_in_float64(member: tuple[str, Case], half: int):
+@QUARTERS
+def test_exact_in_float64(member: tuple[str, Case], part: int):
     name, case = member
-    for mesh, constraints in half_of(EXACT_PLANS, name, half):
+    for mesh, constraints in part_of(EXACT_PLANS, name, part, 4):
         report = agree(case, mesh, constraints, dtype="float64")
         assert report.worst.error <= (1e-12 if name in EXACT_TO_1E12 else 1e-11)
         assert not report.plan.unruled
@@ -49,7 +51,7 @@ def test_equal_to_eager_in_float32(member: tuple[str, Case], half: int):
     name, case = member
     if has_dropout(name):
         case = family(name, dropout=False)
-    for mesh, constraints in half_of(EAGER_PLANS, name, half):
+    for mesh, constraints in part_of(EAGER_PLANS, name, half, 2):
         assert agree(case, mesh, constraints).reference == "eager"
 
 
@@ -81,7 +83,7 @@ def test_on_processes(name: str, ranks4):
 def test_other_implementations(name: str, options: dict[str, str], half: int):
     case = family(name, **options)
     plans = (("tp=2,dp=2", "megatron"), ("dp=3", "fsdp"))
-    for mesh, constraints in half_of(plans, name, half):
+    for mesh, constraints in part_of(plans, name, half, 2):
         report = agree(case, mesh, constraints, dtype="float64", steps=2)
         assert not report.plan.unruled
 
