@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -80,22 +79,6 @@ def take_rows(tensor: Tensor, dim: int, start: int | Tensor, length: int) -> Ten
     if isinstance(start, int):
         return tensor.narrow(dim, start, length)
     return tensor.index_select(dim, torch.arange(length, device=tensor.device) + start)
-
-
-def split_time(step: Step, time: int | None) -> tuple[Step, ...]:
-    """`step` with its part along the microbatch axis as a step of its own, in legal order."""
-    if time is None or time not in step.axes or len(step.axes) == 1:
-        return (step,)
-    rest = tuple(axis for axis in step.axes if axis != time)
-    # The microbatch axis is the outermost: it is sliced first and gathered last.
-    first, last = (rest, (time,)) if step.kind == "all_gather" else ((time,), rest)
-    middle = list(step.before)
-    for axis in first:
-        middle[axis] = step.after[axis]
-    return (
-        replace(step, axes=first, after=tuple(middle)),
-        replace(step, axes=last, before=tuple(middle)),
-    )
 
 
 @final

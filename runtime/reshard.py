@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.microbatch import TimeStep, split_time
+from autopar.runtime.microbatch import TimeStep
 from autopar.sharding.placement import Grid, Pair, Placements, Shard, dim_factors, nested_chunk
-from autopar.sharding.reshard import Step, plan_steps
+from autopar.sharding.reshard import Step, plan_steps, split_time
 
 
 def _chunks(

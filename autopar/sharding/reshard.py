@@ -199,3 +199,19 @@ def plan_steps(source: Placements, target: Placements) -> tuple[Step, ...]:
         state = step.after
         assert len(steps) <= 6 * len(source) + 6, f"reshard does not end: {source} -> {target}"
     return _merge(steps)
+
+
+def split_time(step: Step, time: int | None) -> tuple[Step, ...]:
+    """`step` with its part along the microbatch axis as a step of its own, in legal order."""
+    if time is None or time not in step.axes or len(step.axes) == 1:
+        return (step,)
+    rest = tuple(axis for axis in step.axes if axis != time)
+    # The microbatch axis is the outermost: it is sliced first and gathered last.
+    first, last = (rest, (time,)) if step.kind == "all_gather" else ((time,), rest)
+    middle = list(step.before)
+    for axis in first:
+        middle[axis] = step.after[axis]
+    return (
+        replace(step, axes=first, after=tuple(middle)),
+        replace(step, axes=last, before=tuple(middle)),
+    )

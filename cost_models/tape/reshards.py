@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -27,7 +27,7 @@ from autopar.sharding.placement import (
     dim_factors,
     nested_chunk,
 )
-from autopar.sharding.reshard import Step, plan_steps
+from autopar.sharding.reshard import Step, plan_steps, split_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +105,6 @@ def _bound(
         _bind(grid, part, shape)
         for step in plan_steps(source, target)
         for part in split_time(step, time)
-    )
-
-
-def split_time(step: Step, time: int | None) -> tuple[Step, ...]:
-    """`step` with its part along the axis in time as a step of its own, in legal order."""
-    if time is None or time not in step.axes or len(step.axes) == 1:
-        return (step,)
-    rest = tuple(axis for axis in step.axes if axis != time)
-    # The axis in time is the outermost: it is sliced first and gathered last.
-    first, last = (rest, (time,)) if step.kind == "all_gather" else ((time,), rest)
-    middle = list(step.before)
-    for axis in first:
-        middle[axis] = step.after[axis]
-    return (
-        replace(step, axes=first, after=tuple(middle)),
-        replace(step, axes=last, before=tuple(middle)),
     )
 
 
