@@ -270,6 +270,7 @@ class _Stages:
             loss=self.loss_of(index),
             buffers=tuple((name, whole) for name in buffers),
             alias=folded.alias,
+            like=folded.like,
         )
 
     def loss_of(self, index: int) -> tuple[str, Pair] | None:

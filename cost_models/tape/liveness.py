@@ -2,7 +2,7 @@
 
 Equal layers stand in a program once, with a count. What happens to live bytes in one of them
 happens in each, so a count adds the net change of one for each of the others, and the high-water
-mark lies in the first or in the last of them.
+mark lies in the first or in the last of them, unless buckets come and go meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autopar.cost_models.tape.program import Program, Programs
 from autopar.cost_models.tape.tape import Transfer
 from autopar.cost_models.tape.tensors import Memory
+from autopar.cost_models.tape.unfold import Segment, segments
 
 KINDS = ("saved", "boundary", "outputs", "buffers", "collective", "temporary")
 """Kinds of memory that come and go in a program."""
@@ -61,10 +62,11 @@ def summarise(
         programs: Programs of a stage.
         kind: Which of them.
         held: Memory that is handed over but kept by the caller, for a later program.
-        extra: Bytes of buckets live at each step, and at the end; none by default.
+        extra: Bytes of buckets live at each step, those of equal layers spelled out, and at the
+            end; none by default.
     """
     program = programs.parts[kind]
-    return _Walk(programs, program, frozenset(held), extra or [0] * (len(program.runs) + 1)).run()
+    return _Walk(programs, program, frozenset(held), extra or ()).run()
 
 
 def kept_for_later(programs: Programs) -> dict[str, frozenset[Memory]]:
@@ -156,50 +158,50 @@ class _Walk:
 
     def _walk(self, kinds: dict[Memory, int], ends: dict[int, list[Memory]]) -> None:
         live, runs = self.live, self.program.runs
-        place, count = 0, len(runs)
-        while place < count:
-            copy, times = self._copy(place)
-            stop = place + 1
-            while stop < count and self._copy(stop) == (copy, times):
-                stop += 1
-            before = list(live)
-            high, top, where = list(live), -1, ""
-            for here in range(place, stop):
-                run = runs[here]
-                for memory in run.writes:
+        for part in segments(self.programs, self.program):
+            before, rows = list(live), []
+            for here in range(part.start, part.stop):
+                for memory in runs[here].writes:
                     if memory not in kinds:
                         kinds[memory] = self.kind_of(memory)
                         live[kinds[memory]] += memory.size_bytes
-                total = sum(live) + self.extra[here]
-                if total > top:
-                    high, top, where = list(live), total, f"{run.step.op} {self._node(here)}"
-                    high[_COLLECTIVE] += self.extra[here]
+                rows.append(list(live))
                 for memory in ends.get(here, ()):
                     if memory in kinds:
                         live[kinds[memory]] -= memory.size_bytes
-            extra = [(times - 1) * (now - then) for now, then in zip(live, before, strict=True)]
-            self._look(high, where)
-            if times > 1:
-                self._look([a + b for a, b in zip(high, extra, strict=True)], where)
-                for kind, size in enumerate(extra):
-                    live[kind] += size
-            place = stop
-        end = list(live)
-        end[_COLLECTIVE] += self.extra[-1]
-        self._look(end, "end")
+            net = [now - then for now, then in zip(live, before, strict=True)]
+            self._repeat(part, rows, net)
+            for kind, size in enumerate(net):
+                live[kind] += (part.times - 1) * size
+        self._look(list(live), self.extra[-1] if self.extra else 0, "end")
 
-    def _look(self, live: list[int], where: str) -> None:
-        total = sum(live)
+    def _repeat(self, part: Segment, rows: list[list[int]], net: list[int]) -> None:
+        """Look for the high-water mark in every repetition of a segment.
+
+        Args:
+            part: The segment.
+            rows: Live bytes by kind at each of its steps, the first time.
+            net: What each repetition adds.
+        """
+        totals, length = [sum(row) for row in rows], part.stop - part.start
+        # Without buckets it is in the first or the last.
+        turns = range(part.times) if self.extra else sorted({0, part.times - 1})
+        for turn in turns:
+            start = part.position + turn * length
+            extra = self.extra[start : start + length] if self.extra else [0] * length
+            sums = [a + b for a, b in zip(totals, extra, strict=True)]
+            place = sums.index(max(sums))
+            row = [a + turn * b for a, b in zip(rows[place], net, strict=True)]
+            here = part.start + place
+            where = f"{self.program.runs[here].step.op} {self._node(here)}"
+            self._look(row, extra[place], where)
+
+    def _look(self, live: list[int], extra: int, where: str) -> None:
+        """Compare with the high-water mark so far."""
+        total = sum(live) + extra
         if total > self.top:
+            live[_COLLECTIVE] += extra
             self.peak, self.top, self.where = live, total, where
-
-    def _copy(self, place: int) -> tuple[int, int]:
-        """Which copy of a repeated block a step is in, and for how many it stands."""
-        origin = self.program.runs[place].step.origin
-        if not 0 <= origin < len(self.calls):
-            return -1, 1
-        call = self.calls[origin]
-        return (call.copy, call.count) if call.count > 1 else (-1, 1)
 
     def _node(self, place: int) -> str:
         origin = self.program.runs[place].step.origin

@@ -54,6 +54,8 @@ class StageTask:
         loss: The loss and its pair, if the stage makes it.
         buffers: New values of buffers, with the pair in which they are kept.
         alias: Value that stands for another one.
+        like: Parameter of a layer left out, as one like it is there with a count, to the one that
+            stands for it; in the order of layers.
     """
 
     index: int
@@ -66,6 +68,7 @@ class StageTask:
     loss: tuple[str, Pair] | None = None
     buffers: tuple[tuple[str, Pair], ...] = ()
     alias: Mapping[str, str] = field(default_factory=dict)
+    like: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,16 +3,24 @@
 Stage 1 reduces a bucket as soon as the last backward of an update has written it. Stage 2 makes a
 bucket's gradients inside the backward program and scatters their sum when the last of them is
 written, one bucket under way. Stage 3 gathers a bucket of parameters one bucket ahead of its first
-use and drops it after its last one; backward gathers again.
+use, though never before a collective that comes earlier (`autopar.runtime.programs.overlap`), and
+drops it after its last use; backward gathers again.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from autopar.cost_models.buckets import Bucket
-from autopar.cost_models.tape.program import Programs, Run
+from autopar.cost_models.tape.program import Programs
+from autopar.cost_models.tape.tape import Transfer
 from autopar.cost_models.tape.tensors import Memory
+from autopar.cost_models.tape.unfold import Unfolded
+
+SMALL_BYTES = 64 * 1024
+"""What is gathered and not larger may be under way besides another bucket."""
 
 
 def bucket_bytes(
@@ -26,69 +34,98 @@ def bucket_bytes(
         buckets: All buckets of the stage with ZeRO, those of one rank included.
         exchanges_rows: Whether a reduce-scatter exchanges rows and adds them up afterwards (gloo),
             so that it needs as much memory again.
+
+    Returns:
+        Bytes at each step, steps of all equal layers spelled out.
     """
-    runs = programs.parts[kind].runs
-    change = [0] * (len(runs) + 2)
+    whole = Unfolded(programs, kind)
+    change = [0] * (whole.count + 2)
 
     def live(first: int, last: int, size: int) -> None:
         change[first] += size
         change[last + 1] -= size
 
-    gathered = [bucket for bucket in buckets if bucket.zero == 3]
-    for first, last, size in _gathered(runs, gathered):
-        live(first, last, size)
     mine = [bucket for bucket in buckets if bucket.made_by == kind]
-    spans = _written(runs, mine, programs.owners)
+    spans = _written(whole, mine, programs.owners)
+    gathered = [bucket for bucket in buckets if bucket.zero == 3]
+    starts = [start + 1 for bucket, _, start in spans if bucket.group > 1]
+    for first, last, size in _gathered(whole, gathered, starts):
+        live(first, last, size)
     for place, (bucket, low, high) in enumerate(spans):
         rows = exchanges_rows and bucket.group > 1
         size = bucket.size_bytes if rows else bucket.shard_bytes
         if bucket.zero == 1:
-            live(high + 1, len(runs), size)
+            live(high + 1, whole.count, size)
             continue
         # The one before is waited for when the next one starts.
-        end = spans[place + 1][2] if place + 1 < len(spans) else len(runs)
+        end = spans[place + 1][2] if place + 1 < len(spans) else whole.count
         live(low, end, bucket.size_bytes)
         live(min(high + 1, end), end, size)
-    found, total = [], 0
-    for place in range(len(runs) + 1):
-        total += change[place]
-        found.append(total)
+    return list(accumulate(change[:-1]))
+
+
+def _gathered(
+    whole: Unfolded, buckets: Sequence[Bucket], starts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """First and last step at which each bucket of parameters is there, and its bytes.
+
+    Args:
+        whole: The program.
+        buckets: Of parameters.
+        starts: Steps before which reductions of buckets of gradients start.
+    """
+    if not buckets:
+        return []
+    bucket_of = {item.name: n for n, bucket in enumerate(buckets) for item in bucket.members}
+    wanted: dict[int, list[str]] = {}
+    for place, run in enumerate(whole.program.runs):
+        names = [m.name for m in run.reads if m.kind == "parameter" and m.name in bucket_of]
+        if names or isinstance(run.step.detail, Transfer):
+            wanted[place] = names
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    others = list(starts)
+    for here, place, turn, times in whole.steps(wanted):
+        for name in wanted[place]:
+            number = bucket_of[whole.name(name, turn, times)]
+            first.setdefault(number, here)
+            last[number] = here
+        if isinstance(whole.program.runs[place].step.detail, Transfer):
+            others.append(here + 1)
+    others.sort()
+    found, landed, before = [], 0, 0
+    for number in sorted(first, key=first.__getitem__):
+        size, use = buckets[number].size_bytes, first[number]
+        earlier = bisect_left(others, use + 1)
+        before = max(before, others[earlier - 1] if earlier else 0)
+        if size > SMALL_BYTES:
+            before, landed = max(before, landed), use
+        found.append((before, last[number], size))
     return found
 
 
-def _gathered(runs: Sequence[Run], buckets: Sequence[Bucket]) -> list[tuple[int, int, int]]:
-    """First and last step at which each bucket of parameters is there, and its bytes."""
-    bucket_of = {item.name: n for n, bucket in enumerate(buckets) for item in bucket.members}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, run in enumerate(runs):
-        for memory in run.reads:
-            number = bucket_of.get(memory.name) if memory.kind == "parameter" else None
-            if number is not None:
-                first.setdefault(number, place)
-                last[number] = place
-    order = sorted(first, key=first.__getitem__)
-    ahead = [0, *(first[number] for number in order[:-1])] if order else []
-    return [
-        (start, last[number], buckets[number].size_bytes)
-        for number, start in zip(order, ahead, strict=True)
-    ]
-
-
 def _written(
-    runs: Sequence[Run], buckets: Sequence[Bucket], owners: Mapping[Memory, str]
+    whole: Unfolded, buckets: Sequence[Bucket], owners: Mapping[Memory, str]
 ) -> list[tuple[Bucket, int, int]]:
     """First and last step that writes to each bucket; reductions start in their order."""
     bucket_of = {item.name: n for n, bucket in enumerate(buckets) for item in bucket.members}
-    places: dict[int, tuple[int, int]] = {}
-    for place, run in enumerate(runs):
-        for memory in run.step.writes:
-            number = bucket_of.get(owners.get(memory, ""))
+    wanted: dict[int, list[str]] = {}
+    for place, run in enumerate(whole.program.runs):
+        names = [
+            owners[memory]
+            for memory in run.step.writes
             # What is copied later is no write to the bucket.
-            if number is None or (run.step.op != "copy_" and memory in run.writes):
-                continue
-            low, _ = places.get(number, (place, place))
-            places[number] = (low, place)
+            if owners.get(memory) in bucket_of
+            and (run.step.op == "copy_" or memory not in run.writes)
+        ]
+        if names:
+            wanted[place] = names
+    places: dict[int, tuple[int, int]] = {}
+    for here, place, turn, times in whole.steps(wanted):
+        for name in wanted[place]:
+            number = bucket_of[whole.name(name, turn, times)]
+            low, _ = places.get(number, (here, here))
+            places[number] = (low, here)
     found, start = [], -1
     for number, bucket in enumerate(buckets):
         if number in places:

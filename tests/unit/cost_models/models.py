@@ -82,9 +82,9 @@ def llama(layers: int = 2) -> Example:
     return Llama(layers), (ids, ids), {}
 
 
-def gpt(layers: int = 2) -> Example:
+def gpt(layers: int = 2, width: int = 64) -> Example:
     ids = torch.zeros(8, 64, dtype=torch.int64)
-    config = GPTConfig(vocabulary=211, context=64, layers=layers, heads=4, width=64)
+    config = GPTConfig(vocabulary=211, context=64, layers=layers, heads=4, width=width)
     return GPT(config), (ids, ids), {}
 
 
@@ -95,6 +95,7 @@ def resnet() -> Example:
 MODELS: dict[str, Callable[[], Example]] = {
     "gpt": gpt,
     "deep_gpt": functools.partial(gpt, 6),
+    "wide_gpt": functools.partial(gpt, 6, 256),  # a layer fills several buckets
     "llama": llama,
     "resnet": resnet,
     "moe": zoo.moe,

@@ -122,6 +122,24 @@ def test_more_steps_hold_what_a_dry_run_says(
     check(name, mesh, constraints, dtype, cuda)
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "constraints"),
+    [
+        ("wide_gpt", "dp=2", "ddp,zero=3"),
+        pytest.param("wide_gpt", "dp=2", "ddp,zero=1", marks=pytest.mark.long),
+        pytest.param("wide_gpt", "dp=2", "ddp,zero=2,microbatches=2", marks=pytest.mark.long),
+        pytest.param("wide_gpt", "dp=2,tp=2", "megatron,zero=3", marks=pytest.mark.long),
+        pytest.param("resnet", "dp=4", "ddp,zero=3", marks=pytest.mark.long),
+    ],
+)
+def test_buckets_come_and_go_in_every_layer(name: str, mesh: str, constraints: str) -> None:
+    """Equal layers are taped once, but their parameters lie in different buckets."""
+    plan, found = planned(name, mesh, constraints), traced(name)
+    (want,) = dryrun.dry_run(found, plan, [0]).ranks
+    have = predicted(found, layout(name), plan, 0)
+    assert have.peak_bytes == pytest.approx(want.peak_bytes, abs=8192)
+
+
 class Lopsided(nn.Module):
     """A tied table that outweighs all else, a frozen layer, a layer in half precision."""
 
