@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.cost_models.compute import Columns, Speeds, seconds_of
+from autopar.cost_models.compute import (
+    COLLECTIVE_LAUNCHES,
+    Columns,
+    Speeds,
+    host_seconds,
+    seconds_of,
+)
 from autopar.cost_models.device import Device
 from autopar.cost_models.implementation import Implementation
 from autopar.cost_models.kernels import kernels_of, moves_of
@@ -93,11 +99,13 @@ class OpStates:
         sides: What each of these fixes along that axis.
         classes: Equal numbers for options that fix the same.
         rows: For every state one option per axis.
-        seconds: Of one call, forward and backward.
+        device: Seconds of one call, forward and backward, of kernels and collectives.
+        host: Seconds that the host takes to launch these.
         own_bytes: By-products that forward leaves for backward.
         kept: For every state and operand whether forward leaves it for backward.
         results: Outputs that forward leaves for backward where the plan's state is chosen.
         views: For every output the operand whose memory it shares, -1 for none.
+        strided: For every output whether its elements do not lie in a row.
         plan: The state that the plan chooses.
     """
 
@@ -105,11 +113,13 @@ class OpStates:
     sides: tuple[CallPlacement, ...] = field(repr=False)
     classes: NDArray[np.intp] = field(repr=False)
     rows: NDArray[np.intp] = field(repr=False)
-    seconds: Floats
+    device: Floats
+    host: Floats
     own_bytes: Floats
     kept: NDArray[np.bool_]
     results: tuple[int, ...]
     views: tuple[int, ...]
+    strided: tuple[bool, ...]
     plan: int
 
     def __len__(self) -> int:
@@ -161,7 +171,8 @@ class OpStates:
         return replace(
             self,
             rows=self.rows[keep],
-            seconds=self.seconds[keep],
+            device=self.device[keep],
+            host=self.host[keep],
             own_bytes=self.own_bytes[keep],
             kept=self.kept[keep],
             plan=int(np.searchsorted(keep, self.plan)),
@@ -207,6 +218,7 @@ class OpPricer:
         self.kernels: list[Kernel] = []
         self.owners: list[int] = []
         self.inline: list[float] = []
+        self.calls: list[int] = []
 
     def states(self, ops: Sequence[Op]) -> list[OpStates]:
         """What each of `ops` can do; equal ones share their states.
@@ -223,8 +235,10 @@ class OpPricer:
                 known[key] = len(begun)
                 begun.append(self._begin(op))
             which.append(known[key])
-        seconds = self._price()
-        done = [replace(item, seconds=seconds[numbers]) for item, numbers in begun]
+        device, host = self._price()
+        done = [
+            replace(item, device=device[numbers], host=host[numbers]) for item, numbers in begun
+        ]
         return [done[number] for number in which]
 
     def _begin(self, op: Op) -> tuple[OpStates, NDArray[np.intp]]:
@@ -240,19 +254,26 @@ class OpPricer:
         chosen = [every.index(choice) for choice in op.chosen]
         rows = self._rows(op, every, len(free), classes, chosen)
         unlike, number = np.unique(self._alike(op, every, rows), axis=0, return_inverse=True)
-        taped = [self._tape(op, tuple([every[place] for place in row])) for row in unlike]
+        # What only looks at memory otherwise does so however it is split.
+        first = self._tape(op, op.chosen)
+        plain = first.free and rule is not None and not any(x.special for x in rule.letters)
+        taped = [
+            first if plain else self._tape(op, tuple([every[place] for place in row]))
+            for row in unlike
+        ]
         which = np.array([item.number for item in taped])[number]
-        plan = taped[number[0]]
         states = OpStates(
             options=every,
             sides=sides,
             classes=classes,
             rows=rows,
-            seconds=np.zeros(len(rows)),
+            device=np.zeros(len(rows)),
+            host=np.zeros(len(rows)),
             own_bytes=np.array([item.own_bytes for item in taped])[number],
             kept=np.array([item.operands for item in taped]).reshape(len(taped), -1)[number],
-            results=plan.results,
-            views=plan.views,
+            results=first.results,
+            views=first.views,
+            strided=first.strided,
             plan=0,
         )
         return states, which
@@ -350,11 +371,13 @@ class OpPricer:
         self.owners += [number] * len(kernels)
         moves = moves_of(programs, self.rank)
         self.inline.append(sum(self.prices.seconds(move) for move in moves))
+        self.calls.append(sum(move.count for move in moves))
         given = [taped.inputs[name].memory for name in names]
         left = [taped.results[name].memory for name in results]
         own = [m for m in programs.saved if m not in given and m not in left]
         return _OpTape(
             number=number,
+            free=not kernels and not moves and all(memory in given for memory in left),
             own_bytes=float(sum(memory.size_bytes for memory in own)),
             operands=[
                 memory in programs.saved and not kind
@@ -366,11 +389,13 @@ class OpPricer:
                 if memory in programs.saved and memory not in given
             ),
             views=tuple(given.index(m) if m in given else -1 for m in left),
+            strided=tuple(taped.results[name].strides is not None for name in results),
         )
 
-    def _price(self) -> Floats:
-        """Seconds of everything taped, by number."""
-        total = np.array(self.inline)
+    def _price(self) -> tuple[Floats, Floats]:
+        """Seconds of device and host of everything taped, by number."""
+        device, calls = np.array(self.inline), np.array(self.calls, dtype=np.float64)
+        host = calls * launch_of(self.device) * COLLECTIVE_LAUNCHES
         if self.kernels:
             columns = Columns.of(self.kernels)
             speeds = Speeds.of(
@@ -378,19 +403,32 @@ class OpPricer:
                 generation=self.speed.attention, element_factor=self.speed.element_factor,
             )  # fmt: skip
             seconds = seconds_of(columns, speeds) * self.speed.time_factor
-            total += np.bincount(self.owners, weights=seconds, minlength=len(total))
-        return total
+            device += np.bincount(self.owners, weights=seconds, minlength=len(device))
+            launches = host_seconds(columns, speeds)
+            host += np.bincount(self.owners, weights=launches, minlength=len(host))
+        return device, host
+
+
+def launch_of(device: Device) -> float:
+    """Seconds that the host takes per launch, beside a device that computes by itself."""
+    return 0.0 if device.kind == "cpu" else device.efficiency.launch_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpTape:
-    """A call on its own: the number of its kernels; the rest as in `OpStates`."""
+    """A call on its own: the number of its kernels; the rest as in `OpStates`.
+
+    Attributes:
+        free: Whether it takes no time at all.
+    """
 
     number: int
+    free: bool
     own_bytes: float
     operands: list[bool]
     results: tuple[int, ...]
     views: tuple[int, ...]
+    strided: tuple[bool, ...]
 
 
 def _sensible(op: Op, choice: Choice) -> bool:

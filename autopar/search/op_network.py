@@ -12,19 +12,23 @@ Costs, in seconds of one microbatch of the whole depth on one rank:
     value       adding up its gradients
 Bytes are costs of single states, too: what an op leaves for backward, and what parameters take.
 
+Where the host launches kernels beside the device, seconds of both are weighed by what they add to
+the time of a known solution (`_Builder.race`).
+
 States that no solution better than a known one can have are dropped before any edge is priced: all
 costs are at least 0, so that the least costs of all ops are a bound (`_Builder.prune`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.compute import RACE, race
 from autopar.cost_models.evaluate import Software
 from autopar.cost_models.layout import Layout
 from autopar.cost_models.ops.call import Rank
@@ -34,7 +38,7 @@ from autopar.plan.microbatch import choose_in_time
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import MODEL, fine_axes, split_axes
 from autopar.search.network import Assignment, NetworkBuilder
-from autopar.search.op_costs import Op, OpPricer, OpStates, Pairs, local_bytes
+from autopar.search.op_costs import Op, OpPricer, OpStates, Pairs, launch_of, local_bytes
 from autopar.search.op_graph import Made, Use, period_of
 from autopar.search.op_params import Holding
 from autopar.search.op_problem import OpProblem, all_bytes, constraints_of
@@ -114,14 +118,41 @@ class _Builder:
         wires = Prices(cluster, *_whole_mesh(plan))
         speed = self.software.speed
         bandwidth = device.memory_bytes_per_s * device.efficiency.memory_share
+        self.wires, self.launch_s = wires, launch_of(device)
         self.byte_s = speed.element_factor * speed.time_factor / bandwidth
-        self.routes = Routes(self.rank, wires, self.byte_s)
-        self.holding = Holding(plan, self.owner, self.rank, self.routes, self.software, device)
+        self.weigh(1.0, 0.0)
         self.pricer = OpPricer(
             self.layout.folded.spec, self.rank, self.software.implementation, device, speed,
             wires,
         )  # fmt: skip
         self.period = period_of(self.placement, loss)
+
+    def weigh(self, device: float, host: float) -> None:
+        """Let a second of the device and one of the host cost so much from now on."""
+        self.weights = (device, host)
+        self.routes = Routes(self.rank, self.wires, self.byte_s, self.launch_s, self.weights)
+        self.holding = Holding(
+            self.plan, self.owner, self.rank, self.routes, self.software, self.device
+        )
+
+    def race(self, states: Sequence[OpStates]) -> None:
+        """Weigh device and host as a program of a known solution does that waits for either.
+
+        The time of a program is a convex function of both (`autopar.cost_models.compute.race`) that
+        doubles with them, so that its slopes at a solution give its value there and never more
+        elsewhere.
+        """
+        found = solve(self.assembled(states).network).assignment
+        if not found or not self.launch_s:
+            return
+        values = []
+        for weights in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)):
+            self.weigh(*weights)
+            values.append(self.assembled(states).network.value(found))
+        rest, device, host = values
+        device, host = device - rest, host - rest
+        whole = float(race(device, host))
+        self.weigh((device / whole) ** (RACE - 1), (host / whole) ** (RACE - 1))
 
     def _free(self, axes: Sequence[str] | None) -> tuple[int, ...]:
         names = [name for name in self.owner if name in dict(self.plan.mesh)]
@@ -139,7 +170,9 @@ class _Builder:
         """All of it."""
         states = self.pricer.states(self.ops())
         start = self.known(states)
-        few = self.assembled([item.only(keep) for item, keep in zip(states, start, strict=True)])
+        begun = [item.only(keep) for item, keep in zip(states, start, strict=True)]
+        self.race(begun)
+        few = self.assembled(begun)
         best = solve(few.network)
         chosen = [
             item.choices(state) for item, state in zip(few.states, best.assignment, strict=False)
@@ -255,6 +288,7 @@ class _Assembly:
         self.build = NetworkBuilder()
         self.saved: dict[int, Floats] = {}
         self.held: dict[int, Floats] = {}
+        self.source = {(use.op, use.slot): made for made in self.period.values for use in made.uses}
 
     def run(self) -> OpProblem:
         """All variables and edges."""
@@ -280,7 +314,9 @@ class _Assembly:
     def singles(self) -> None:
         """The ops, and all costs of single states of theirs."""
         for tied, item in zip(self.period.ops, self.states, strict=True):
-            self.build.variable(tied.node.name, tied.count * item.seconds)
+            device, host = self.builder.weights
+            seconds = device * item.device + host * item.host
+            self.build.variable(tied.node.name, tied.count * seconds)
         for made in self.period.parameters:
             if len(made.uses) == 1:
                 (use,) = made.uses
@@ -295,9 +331,10 @@ class _Assembly:
         routes = self.builder.routes
         sources = self.states[made.op].outputs(made.slot)
         wanted = [self.wanted(use) for use in made.uses]
+        strided = self.strided(made)
         if not made.shared:
             (use,), (target,) = made.uses, wanted
-            costs = routes.pairs(made.spec, sources.distinct, target.distinct)
+            costs = routes.pairs(made.spec, sources.distinct, target.distinct, strided)
             costs = costs[np.ix_(sources.place, target.place)]
             self.build.add_edge(made.op, use.op, use.count * costs)
             return
@@ -306,7 +343,7 @@ class _Assembly:
             made.spec.requires_grad,
         )
         hub = self.build.variable(made.name, self.sums(made, pairs))
-        costs = routes.pairs(made.spec, sources.distinct, pairs)[sources.place]
+        costs = routes.pairs(made.spec, sources.distinct, pairs, strided)[sources.place]
         self.build.add_edge(made.op, hub, made.count * costs)
         for use, target in zip(made.uses, wanted, strict=True):
             costs = routes.pairs(made.spec, pairs, target.distinct)[:, target.place]
@@ -322,31 +359,25 @@ class _Assembly:
             extra = 0
         rank = self.builder.rank
         size = [local_bytes(made.spec, _gradient(pair), rank) for pair in pairs]
-        return 3 * extra * self.builder.byte_s * np.array(size, dtype=np.float64)
+        device, host = self.builder.weights
+        moved = 3 * self.builder.byte_s * np.array(size, dtype=np.float64)
+        return extra * (device * moved + host * self.builder.launch_s)
 
     def parameter(self, made: Made) -> None:
         """A variable for how a parameter that several take is held."""
         holding = self.builder.holding
         shape = made.spec.shape
         wanted = [self.wanted(use) for use in made.uses]
-        alone = [holding.pair(shape, (pair,)) for target in wanted for pair in target.distinct]
-        held = list(dict.fromkeys((*alone, *map(self.whole, alone))))
+        held = holding.ways(shape, [pair for target in wanted for pair in target.distinct])
         costs = [holding.cost(made.spec, pair, ()) for pair in held]
-        variable = self.build.variable(
-            made.name, made.count * np.array([item.seconds for item in costs])
-        )
+        seconds = np.array([item.seconds for item in costs])
+        variable = self.build.variable(made.name, made.count * seconds + self.sums(made, held))
         self.held[variable] = made.count * np.array([item.size_bytes for item in costs])
         for use, target in zip(made.uses, wanted, strict=True):
             ways = self.builder.routes.pairs(made.spec, held, target.distinct)
+            allowed = [[holding.allows(own, pair) for pair in target.distinct] for own in held]
+            ways = np.where(allowed, ways, np.inf)
             self.build.add_edge(variable, use.op, use.count * ways[:, target.place])
-
-    def whole(self, pair: Pair) -> Pair:
-        """Held whole, its gradient summed at each use."""
-        same = replicated(self.builder.mesh)
-        time = self.builder.rank.time
-        if time is None:
-            return same
-        return Pair(same.forward, (pair.gradient[time], *same.gradient[1:]))
 
     def ends(self) -> None:
         """The loss and buffers end up whole."""
@@ -371,15 +402,13 @@ class _Assembly:
     def keep(self) -> None:
         """What forward leaves for backward; what several keep of one value counts once."""
         carried: set[tuple[int, int]] = set()
-        makers = {(made.op, made.slot): made for made in self.period.values}
-        source = {(use.op, use.slot): made for made in makers.values() for use in made.uses}
         for number, (tied, item) in enumerate(zip(self.period.ops, self.states, strict=True)):
             own = item.own_bytes
             for slot in np.flatnonzero(item.kept.any(axis=0)).tolist():
-                made = source.get((number, slot))
+                made = self.source.get((number, slot))
                 if made is None:
                     continue
-                root = self.root(made, source)
+                root = self.root(made)
                 if root in carried:
                     continue
                 carried.add(root)
@@ -391,15 +420,22 @@ class _Assembly:
                     own = own + self.sizes(spec, item.outputs(slot))
             self.add(self.saved, number, tied.count * own)
 
-    def root(self, made: Made, source: Mapping[tuple[int, int], Made]) -> tuple[int, int]:
+    def root(self, made: Made) -> tuple[int, int]:
         """The op and output whose memory a value shares."""
-        while True:
-            item = self.states[made.op]
-            operand = item.views[made.slot]
-            before = source.get((made.op, operand)) if operand >= 0 else None
-            if before is None:
-                return made.op, made.slot
-            made = before
+        last = list(self.chain(made))[-1]
+        return last.op, last.slot
+
+    def strided(self, made: Made) -> bool:
+        """Whether a value's elements do not lie in a row."""
+        return any(self.states[item.op].strided[item.slot] for item in self.chain(made))
+
+    def chain(self, made: Made) -> Iterator[Made]:
+        """A value and those that it is a view of."""
+        found: Made | None = made
+        while found is not None:
+            yield found
+            operand = self.states[found.op].views[found.slot]
+            found = self.source.get((found.op, operand)) if operand >= 0 else None
 
     def sizes(self, spec: TensorSpec, pairs: Pairs) -> Floats:
         """Local bytes of a value in the pair of each state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.device import Device
@@ -92,6 +93,48 @@ class Holding:
             gradient.append(item if isinstance(item, Shard) else PARTIAL if partial else REPLICATE)
         return Pair(placed, tuple(gradient))
 
+    def ways(self, shape: tuple[int, ...], uses: Sequence[Pair]) -> list[Pair]:
+        """Every way to hold a parameter that several ops take.
+
+        Args:
+            shape: Its global shape.
+            uses: Pairs in which any of them may want it.
+        """
+        alone = [self.pair(shape, (use,)) for use in uses]
+        whole = [
+            (REPLICATE, PARTIAL if axis == self.rank.time else REPLICATE)
+            for axis in range(len(self.mesh.shape))
+        ]
+        columns = [
+            list(
+                dict.fromkeys([*((p.forward[axis], p.gradient[axis]) for p in alone), whole[axis]])
+            )
+            for axis in range(len(self.mesh.shape))
+        ]
+        found = []
+        for sides in product(*columns):
+            forward, gradient = zip(*sides, strict=True)
+            if legal(forward, shape, self.mesh.shape) is None:
+                found.append(Pair(forward, gradient))
+        return found
+
+    def allows(self, held: Pair, use: Pair) -> bool:
+        """Whether a parameter may be held so while one of those that take it wants it so.
+
+        It is split if all want it so, and its gradient stays a sum if all leave it one.
+        """
+        for axis in range(len(held.forward)):
+            placed = held.forward[axis]
+            if axis == self.rank.time or axis in self.stored:
+                continue
+            if isinstance(placed, Shard) and use.forward[axis] != placed:
+                return False
+            if held.gradient[axis] == PARTIAL and (
+                use.forward[axis] != REPLICATE or use.gradient[axis] != PARTIAL
+            ):
+                return False
+        return True
+
     def cost(self, spec: TensorSpec, held: Pair, uses: tuple[Pair, ...]) -> Held:
         """What a parameter takes that is held so.
 
@@ -152,5 +195,5 @@ class Holding:
     def _bytes(self, kind: str, size: float, axes: tuple[int, ...], dtype: str) -> float:
         if self.rank.group(axes) < 2:
             return 0.0
-        whole = self.routes.collective(kind, LIMIT_BYTES, axes, dtype)
-        return whole * size / LIMIT_BYTES
+        whole = max(size, LIMIT_BYTES)
+        return self.routes.collective(kind, whole, axes, dtype) * size / whole

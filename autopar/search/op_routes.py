@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.cost_models.compute import COLLECTIVE_LAUNCHES
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.pricing import Prices
 from autopar.cost_models.work import Move
@@ -116,43 +117,69 @@ class Routes:
         rank: A rank of the mesh of sub-axes.
         prices: Of collectives.
         copy_s_per_byte: Seconds of a byte that is read or written by a copy.
+        launch_s: Seconds of the host per launch.
+        weights: What a second of the device costs, and one of the host.
     """
 
-    def __init__(self, rank: Rank, prices: Prices, copy_s_per_byte: float) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        prices: Prices,
+        copy_s_per_byte: float,
+        launch_s: float,
+        weights: tuple[float, float],
+    ) -> None:
         self.rank, self.prices, self.copy_s_per_byte = rank, prices, copy_s_per_byte
+        self.launch_s, self.weights = launch_s, weights
         self._known: dict[object, dict[int, float]] = {}
 
-    def pairs(self, spec: TensorSpec, sources: Sequence[Pair], targets: Sequence[Pair]) -> Floats:
+    def pairs(
+        self,
+        spec: TensorSpec,
+        sources: Sequence[Pair],
+        targets: Sequence[Pair],
+        strided: bool = False,
+    ) -> Floats:
         """Seconds of a value's way there and of its gradient's way back.
 
         Args:
             spec: The value.
             sources: Pairs in which it may be made, rows of the result.
             targets: Pairs in which it may be used, columns.
+            strided: Whether its elements do not lie in a row.
 
         Returns:
             Seconds; infinite for what cannot be done.
         """
         found = self._spread(
-            spec, [pair.forward for pair in sources], [pair.forward for pair in targets]
+            spec, [pair.forward for pair in sources], [pair.forward for pair in targets], strided
         )
         if spec.requires_grad:
             back = self._spread(
-                spec, [pair.gradient for pair in targets], [pair.gradient for pair in sources]
-            )
+                spec, [pair.gradient for pair in targets], [pair.gradient for pair in sources],
+                strided,
+            )  # fmt: skip
             found = found + back.T
         return found
 
     def _spread(
-        self, spec: TensorSpec, sources: Sequence[Placements], targets: Sequence[Placements]
+        self,
+        spec: TensorSpec,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+        strided: bool,
     ) -> Floats:
         """`seconds`, each distinct way looked at once."""
         rows, row = _distinct(sources)
         columns, column = _distinct(targets)
-        return self.seconds(spec, rows, columns)[np.ix_(row, column)]
+        return self.seconds(spec, rows, columns, strided)[np.ix_(row, column)]
 
     def seconds(
-        self, spec: TensorSpec, sources: Sequence[Placements], targets: Sequence[Placements]
+        self,
+        spec: TensorSpec,
+        sources: Sequence[Placements],
+        targets: Sequence[Placements],
+        strided: bool = False,
     ) -> Floats:
         """Seconds of one way.
 
@@ -160,6 +187,7 @@ class Routes:
             spec: The value.
             sources: Placements at the start, rows of the result.
             targets: Placements at the end, columns.
+            strided: Whether elements do not lie in a row.
         """
         shards = sorted(
             {p for item in (*sources, *targets) for p in item if isinstance(p, Shard)},
@@ -172,17 +200,19 @@ class Routes:
         starts = [_renamed(item, names) for item in sources]
         ends = [_renamed(item, names) for item in targets]
         unlike, place = np.unique(book.numbers(starts, ends), return_inverse=True)
-        known = self._known.setdefault((spec.shape, spec.dtype, tuple(shards)), {-1: math.inf})
+        known = self._known.setdefault(
+            (spec.shape, spec.dtype, tuple(shards), strided), {-1: math.inf}
+        )
         costs = np.zeros(len(unlike))
         for position, route in enumerate(unlike.tolist()):
             for number in book.routes[route]:
                 if number not in known:
-                    known[number] = self._step(book.steps[number], spec, real)
+                    known[number] = self._step(book.steps[number], spec, real, strided)
                 costs[position] += known[number]
         return costs[place].reshape(len(starts), len(ends))
 
-    def _step(self, step: Step, spec: TensorSpec, real: dict[Shard, Shard]) -> float:
-        """Seconds of a step, with the copies that the runtime makes around it."""
+    def _step(self, step: Step, spec: TensorSpec, real: dict[Shard, Shard], strided: bool) -> float:
+        """What a step costs, with the copies that the runtime makes around it."""
         sizes = self.rank.grid.sizes
         whole = spec.numel * ITEM_BYTES[spec.dtype]
         before, after = (
@@ -192,14 +222,17 @@ class Routes:
         size = after if step.kind == "all_gather" else before
         seconds = self.collective(step.kind, size, step.axes, spec.dtype)
         shard = step.source if step.kind in ("all_gather", "all_to_all") else step.target
-        if shard is None:
-            return seconds
-        copied = 0.0
-        if self._outside(real[shard], step, spec.shape, real) > 1:
-            copied = 2 * size
+        copies = []
+        if strided and step.kind in ("all_reduce", "all_gather"):
+            copies.append(before)
+        if shard is not None and self._outside(real[shard], step, spec.shape, real) > 1:
+            copies.append(size)
         if step.kind == "all_to_all":
-            copied += 2 * size
-        return seconds + copied * self.copy_s_per_byte
+            copies.append(size)
+        device, host = self.weights
+        launches = COLLECTIVE_LAUNCHES + len(copies)
+        seconds += 2 * sum(copies) * self.copy_s_per_byte
+        return device * seconds + host * launches * self.launch_s
 
     def collective(self, kind: str, size_bytes: float, axes: tuple[int, ...], dtype: str) -> float:
         """Seconds of a collective along sub-axes.
