@@ -1,0 +1,1 @@
+"""The search: everything a plan can choose, at once, with a proof of how good the choice is."""
