@@ -218,16 +218,22 @@ class Evaluator:
         self.layout = Layout.of(graph)
         self._placed: dict[object, Placement] = {}
 
-    def evaluate(self, plan: Plan) -> Prediction:
+    def evaluate(self, plan: Plan, again: frozenset[str] | None = None) -> Prediction:
         """Seconds and bytes of a plan.
+
+        Args:
+            plan: The plan.
+            again: Names of the nodes that backward computes again, if known already.
 
         Raises:
             PlanError: If the plan does not fit the model or the cluster.
         """
-        models = stage_models(self._place(plan), plan, self.loss, self.software.implementation)
+        models = stage_models(
+            self.place(plan), plan, self.loss, self.software.implementation, again=again
+        )
         return self.price(plan, models)
 
-    def _place(self, plan: Plan) -> Placement:
+    def place(self, plan: Plan) -> Placement:
         """How the plan places values; plans that differ in other things share it."""
         overrides = tuple(sorted(plan.overrides.items()))
         key = (
@@ -243,8 +249,8 @@ class Evaluator:
     def price(self, plan: Plan, models: tuple[StageModel, ...]) -> Prediction:
         """The same of stages that are known."""
         schedule = schedule_of(plan)
-        devices = _devices(self.cluster, plan, schedule)
-        mesh, names = _fine_mesh(plan)
+        devices = devices_of(self.cluster, plan, schedule)
+        mesh, names = fine_mesh_of(plan)
         prices = Prices(self.cluster, mesh, names)
         costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software)
         timeline = _simulate(plan, schedule, models, costs, prices, self.software.speed)
@@ -309,7 +315,7 @@ def evaluate(
     return Evaluator(graph, loss, cluster, software).evaluate(plan)
 
 
-def _devices(cluster: ClusterSpec, plan: Plan, schedule: Schedule) -> tuple[Device, ...]:
+def devices_of(cluster: ClusterSpec, plan: Plan, schedule: Schedule) -> tuple[Device, ...]:
     """The slowest device at every place of the pipeline."""
     mesh = plan.device_mesh
     if mesh.size > cluster.num_devices:
@@ -329,7 +335,7 @@ def _devices(cluster: ClusterSpec, plan: Plan, schedule: Schedule) -> tuple[Devi
     return tuple(min(devices, key=lambda device: device.peak("bf16")) for devices in found)
 
 
-def _fine_mesh(plan: Plan) -> tuple[Mesh, dict[str, str]]:
+def fine_mesh_of(plan: Plan) -> tuple[Mesh, dict[str, str]]:
     """All devices with the sub-axes that choices are made of, and whose sub-axes they are."""
     axes: list[tuple[str, int]] = []
     names: dict[str, str] = {}
@@ -382,7 +388,7 @@ def _simulate(
     speed: Speed,
 ) -> Timeline:
     edges, gradient_edges = stage_edges(models)
-    wires = _Wires(plan, schedule, models, prices)
+    messages = _Messages(plan, schedule, models, prices)
     per_update = schedule.microbatches_per_update
     done: Counter[tuple[int, str]] = Counter()
     tasks: dict[tuple[int, str, bool], Task] = {}
@@ -403,18 +409,18 @@ def _simulate(
         return tasks[key]
 
     return simulate(
-        schedule, task_of, wires.seconds,
+        schedule, task_of, messages.seconds,
         edges=edges, gradient_edges=gradient_edges, slowdown=speed.slowdown,
     )  # fmt: skip
 
 
-class _Wires:
+class _Messages:
     """Seconds of messages between stages."""
 
     def __init__(
         self, plan: Plan, schedule: Schedule, models: tuple[StageModel, ...], prices: Prices
     ) -> None:
-        self.places, self.prices, self.axis = schedule.stage_ranks, prices, plan.pipeline.axis
+        self.places, self.wires = schedule.stage_ranks, Wires(prices, plan.pipeline.axis)
         self.sizes: Counter[tuple[int, int, str]] = Counter()
         for model in models:
             for item in model.messages:
@@ -423,20 +429,37 @@ class _Wires:
                     if item.gradient:
                         self.sizes[item.target, item.source, "SEND_B"] += item.size_bytes
         self.known: dict[tuple[int, int, str], float] = {}
-        self.pairs: dict[tuple[int, int], tuple[Span, ...]] = {}
 
     def seconds(self, action: Action) -> float:
         """Seconds of the message of a send."""
         assert action.peer is not None
         key = (action.stage, action.peer, action.kind)
         if key not in self.known:
-            pair = (self.places[action.stage], self.places[action.peer])
-            if pair not in self.pairs:
-                self.pairs[pair] = self._spans(*pair)
-            size = self.sizes[key]
-            found = (price("send", size, span).seconds for span in self.pairs[pair])
-            self.known[key] = max(found, default=0.0)
+            self.known[key] = self.wires.seconds(
+                self.places[action.stage], self.places[action.peer], self.sizes[key]
+            )
         return self.known[key]
+
+
+class Wires:
+    """Seconds between pipeline ranks, for all pipelines of a mesh at the same time.
+
+    Args:
+        prices: Prices on the mesh.
+        axis: The pipeline's axis.
+    """
+
+    def __init__(self, prices: Prices, axis: str) -> None:
+        self.prices, self.axis = prices, axis
+        self.pairs: dict[tuple[int, int], tuple[Span, ...]] = {}
+
+    def seconds(self, source: int, target: int, size_bytes: int) -> float:
+        """Seconds of a message of one pipeline rank to another."""
+        pair = (source, target)
+        if pair not in self.pairs:
+            self.pairs[pair] = self._spans(*pair)
+        found = (price("send", size_bytes, span).seconds for span in self.pairs[pair])
+        return max(found, default=0.0)
 
     def _spans(self, source: int, target: int) -> tuple[Span, ...]:
         """What the messages of all pipelines cross, sent at the same time."""

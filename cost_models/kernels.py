@@ -26,7 +26,7 @@ def kernels_of(programs: Programs) -> tuple[Kernel, ...]:
         groups = _fused(program, calls) if compiled else [[run] for run in runs]
         readers = _readers(program) if compiled else {}
         for group in groups:
-            key = _key(group[0]) if len(group) == 1 else _fused_key(group, program, readers)
+            key = step_key(group[0]) if len(group) == 1 else _fused_key(group, program, readers)
             node, module, count = _place(group[0].step, calls)
             before = found.get(key)
             if before is not None:
@@ -35,7 +35,8 @@ def kernels_of(programs: Programs) -> tuple[Kernel, ...]:
     return tuple(_kernel(key, *entry) for key, entry in found.items())
 
 
-def _key(run: Run) -> tuple[object, ...]:
+def step_key(run: Run) -> tuple[object, ...]:
+    """What the seconds of a step depend on."""
     step = run.step
     return (
         step.op, step.kind, run.phase, step.flops, step.read_bytes, step.write_bytes, step.dtype,
@@ -60,6 +61,11 @@ def _kernel(key: tuple[object, ...], count: int, node: str, module: str) -> Kern
         count=count,
         module=module,
     )
+
+
+def kernel_of_step(run: Run) -> Kernel:
+    """One run of a step that is no collective, as a kernel of its own."""
+    return _kernel(step_key(run), 1, "", "")
 
 
 def _fused(program: Program, calls: Sequence[Call]) -> list[list[Run]]:

@@ -101,6 +101,7 @@ def stage_models(
     loss: str | None,
     implementation: Implementation,
     *,
+    again: frozenset[str] | None = None,
     coordinate: Sequence[int] | None = None,
     bucket_bytes: tuple[int, int] = (FIRST_BYTES, LIMIT_BYTES),
 ) -> tuple[StageModel, ...]:
@@ -111,14 +112,36 @@ def stage_models(
         plan: The plan.
         loss: Name of the loss; None for a graph without.
         implementation: How ops are carried out.
+        again: Names of the nodes that backward computes again; by default what the plan's patterns
+            say, which takes time to find out.
         coordinate: Place of the rank on the mesh of the sharded graph; by default that with the
             largest parts.
         bucket_bytes: Size at which the first, and any other, bucket of gradients is full.
     """
     return _Stages(
         placement, plan, loss, implementation, Rank.of(placement.sharded.mesh, coordinate),
-        bucket_bytes,
+        bucket_bytes, again,
     ).all()  # fmt: skip
+
+
+def single_stage(
+    placement: Placement, plan: Plan, loss: str | None, implementation: Implementation
+) -> tuple[StageTask, Mapping[int, int]]:
+    """What a plan of one stage computes, ready to be taped.
+
+    Args:
+        placement: How the plan places every value.
+        plan: The plan.
+        loss: Name of the loss; None for a graph without.
+        implementation: How ops are carried out.
+
+    Returns:
+        The task, and for each node that is folded away, by index, the one that stands for it.
+    """
+    rank = Rank.of(placement.sharded.mesh)
+    made = _Stages(placement, plan, loss, implementation, rank, (FIRST_BYTES, LIMIT_BYTES))
+    folded = made.fold(made.stages.nodes[0])
+    return made.task(0, folded), folded.stand_in
 
 
 @dataclass(slots=True)
@@ -138,11 +161,13 @@ class _Folded:
 
     Attributes:
         counts: For each node that stays, by index, how many it stands for.
+        stand_in: Node of a copy left out, by index, to the one that stands for it.
         alias: Value that a copy left out hands on to the one that stands for it.
         like: Parameter of a copy left out to the one that stands for it.
     """
 
     counts: dict[int, int]
+    stand_in: dict[int, int] = field(default_factory=dict)
     alias: dict[str, str] = field(default_factory=dict)
     like: dict[str, str] = field(default_factory=dict)
 
@@ -156,13 +181,14 @@ class _Stages:
         implementation: Implementation,
         rank: Rank,
         bucket_bytes: tuple[int, int],
+        again: frozenset[str] | None = None,
     ) -> None:
         self.placement, self.plan, self.loss, self.rank = placement, plan, loss, rank
         self.layout: Layout = placement.layout
         self.graph: Graph = self.layout.graph
         self.implementation, self.bucket_bytes = implementation, bucket_bytes
         self.stages: Stages = self.layout.stages(plan.num_stages, plan.pipeline.cuts)
-        self.again = self.layout.recompute(plan.recompute)
+        self.again = self.layout.recompute(plan.recompute) if again is None else again
         self.splits = SCHEDULES[plan.pipeline.schedule].splits_backward
         self.places = schedule_of(plan).stage_ranks
         self.zero_axes = frozenset(
@@ -302,6 +328,9 @@ class _Stages:
                 for copy in run[2:-1]:
                     for place in block.nodes[copy]:
                         del folded.counts[place]
+                    folded.stand_in.update(
+                        zip(block.nodes[copy], block.nodes[second], strict=True)
+                    )
                     folded.like.update(zip(block.inputs[copy], block.inputs[second], strict=True))
                 folded.alias.update(
                     zip(block.outputs[last - 1], block.outputs[second], strict=True)

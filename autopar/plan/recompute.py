@@ -7,7 +7,7 @@ that begins with ``!`` takes ops out again; the last pattern that matches an op 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import translate
 
 from autopar.errors import PlanError
@@ -79,6 +79,24 @@ def recompute_patterns(
     assert not set(found) & set(POLICIES)
     _match(op_keys(graph), found, where)
     return tuple(found)
+
+
+def policy_nodes(graph: Graph, policy: str) -> frozenset[str]:
+    """Names of the nodes for which a policy of `recompute_patterns` stands.
+
+    Args:
+        graph: The graph.
+        policy: One of `autopar.plan.extras.POLICIES`.
+    """
+    if policy == "none":
+        return frozenset()
+    chosen = _full(graph) if policy == "full" else _selective(graph)
+    return frozenset(graph.nodes[index].name for index in chosen)
+
+
+def node_patterns(graph: Graph, names: Collection[str]) -> tuple[str, ...]:
+    """Patterns over op keys that stand for exactly the nodes of these names."""
+    return tuple(_fold(graph, {i for i, node in enumerate(graph.nodes) if node.name in names}))
 
 
 def _match(keys: Sequence[str], patterns: Sequence[str], where: str) -> set[str]:

@@ -259,7 +259,7 @@ def given_keys(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
 def _automatic(
     graph: Graph, factors: Factors, staged: tuple[int, ...], num_stages: int
 ) -> tuple[int, ...]:
-    forbidden = _inside_updates(graph, staged)
+    forbidden = forbidden_places(graph, staged)
     free = [place for place in range(1, len(staged)) if place not in forbidden]
     if len(free) < num_stages - 1:
         few = f"{len(staged)} ops that belong to a stage"
@@ -281,7 +281,7 @@ def _automatic(
     )
 
 
-def _inside_updates(graph: Graph, staged: tuple[int, ...]) -> set[int]:
+def forbidden_places(graph: Graph, staged: tuple[int, ...]) -> set[int]:
     """Places at which a cut would part the first use of a buffer from its update."""
     place_of = {index: place for place, index in enumerate(staged)}
     maker = {

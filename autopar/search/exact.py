@@ -1,0 +1,277 @@
+"""The exact strategy: best first by lower bounds, until none is below what was found.
+
+Every point passes bounds that are each tighter and dearer than the one before
+(`autopar.search.bounds`): from the largest microbatch; from its own table, over the ranks; of the
+best cut with every stage as fast as its memory allows; the evaluated plan itself. The point with
+the least bound is looked at first, so that the bounds of all that were never looked at prove how
+good the answer is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.search.bounds import Bounds, Stages
+from autopar.search.problem import Candidate, Outcome, Problem
+from autopar.search.result import Certificate, SearchResult
+from autopar.search.space import Point
+from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck
+
+ROUNDS = 4
+"""Times that a cut is looked for again with what evaluation says of memory."""
+SURE = 0.8
+"""Share of the memory beyond static and saved tensors, which the evaluated plan of a point has
+shown, that all its other plans are taken to need."""
+SLACKS = (1.0, 1.01, 1.03)
+"""How much the slowest stage may exceed the least possible for a smaller sum."""
+TRIED, STARTS = 60, 3
+"""Expert points whose cuts are looked at first, and of which so many are evaluated."""
+LEVELS = (
+    "memory of the model", "memory of its shards", "memory of stages at best", "memory of stages",
+    "memory, exactly",
+)  # fmt: skip
+"""What rules points out at each level."""
+
+
+@dataclass(slots=True)
+class _State:
+    """A search under way."""
+
+    problem: Problem
+    bounds: Bounds
+    open: list[tuple[float, int, int, Point]] = field(default_factory=list)
+    best: Outcome | None = None
+    found: list[Outcome] = field(default_factory=list)
+    pruned: Counter[str] = field(default_factory=Counter)
+    gap: float = 0.0
+    floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
+    counter: int = 0
+
+    @property
+    def limit(self) -> float:
+        """Bound from which on a point is not worth a look."""
+        return self.best.step_s * (1 - self.gap) if self.best is not None else math.inf
+
+    def push(self, bound: float, level: int, point: Point) -> None:
+        """Note a point whose bounds up to `level` are known."""
+        if math.isinf(bound):
+            self.pruned[LEVELS[level]] += 1
+            return
+        if bound >= self.limit:
+            self.pruned["bound"] += 1
+            self.floor = min(self.floor, bound)
+            return
+        heapq.heappush(self.open, (bound, level, self.counter, point))
+        self.counter += 1
+
+    def look(self, bound: float, level: int, point: Point) -> None:
+        """Tighten the bound of a point, or evaluate it."""
+        if level == 0:
+            self.push(max(bound, self.bounds.cheap(point)), 1, point)
+        elif level == 1:
+            self.push(max(bound, self.bounds.group(point)), 2, point)
+        elif level == 2:
+            self.push(max(bound, self.bounds.cut(point, self.limit)), 3, point)
+        else:
+            self.evaluate(bound, point)
+
+    def evaluate(self, bound: float, point: Point) -> None:
+        """Price the best plan of a point, and see how much better another one could be."""
+        outcome, over = best_candidate(self.problem, self.bounds, point)
+        if outcome is None:
+            self.pruned[LEVELS[4]] += 1
+            return
+        self.found.append(outcome)
+        if self.best is None or outcome.step_s < self.best.step_s:
+            self.best = outcome
+        if point.schedule != "1f1b":  # a point with one plan is known exactly
+            self.floor = min(self.floor, outcome.step_s)
+            return
+        surely = tuple(SURE * beyond for beyond in over)
+        tighter = self.bounds.cut(point, outcome.step_s, surely) if any(surely) else bound
+        self.floor = min(self.floor, max(bound, min(tighter, outcome.step_s)))
+
+    def line(self, bound: float) -> str:
+        """What is going on."""
+        best = f"{self.best.step_s:.4g} s" if self.best is not None else "none yet"
+        return f"best {best}, bound {bound:.4g} s, {len(self.open)} points left"
+
+
+def search(
+    problem: Problem,
+    *,
+    gap: float = 0.0,
+    time_limit_s: float = math.inf,
+    on_progress: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Find the best plan.
+
+    Args:
+        problem: The problem.
+        gap: Stop as soon as no plan can be faster by more than this fraction.
+        time_limit_s: Stop after so many seconds, with what there is.
+        on_progress: Called with a line about what is going on.
+    """
+    begun = time.monotonic()
+    state = _State(problem, Bounds(problem), gap=gap)
+    points = list(problem.space.points())
+    state.bounds.know_largest(points)
+    first = {point: state.bounds.scaled(point) for point in points}
+    for point in _starts(state.bounds, first):
+        state.evaluate(first.pop(point), point)
+    for point, bound in first.items():
+        state.push(bound, 0, point)
+    complete = True
+    while state.open:
+        bound, level, _, point = heapq.heappop(state.open)
+        if bound >= state.limit or time.monotonic() - begun > time_limit_s:
+            complete = bound >= state.limit
+            state.push(bound, level, point)
+            break
+        state.look(bound, level, point)
+        if on_progress is not None:
+            on_progress(state.line(bound))
+    state.pruned["bound"] += len(state.open)
+    lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
+    return SearchResult(
+        best=state.best,
+        alternatives=_alternatives(state),
+        certificate=Certificate(
+            bound_s=min(lowest, state.best.step_s) if state.best is not None else lowest,
+            space=describe_space(problem),
+            points=len(points),
+            pruned=dict(state.pruned),
+            evaluated=problem.evaluated,
+            complete=complete,
+        ),
+        strategy="exact",
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _starts(bounds: Bounds, first: dict[Point, float]) -> list[Point]:
+    """Some plans that experts would take, so that there is something to beat."""
+    known = sorted(
+        (bound, point)
+        for point, bound in first.items()
+        if math.isfinite(bound) and is_expert(point)
+    )
+    tight = sorted((bounds.cut(point), point) for _, point in known[:TRIED])
+    return [point for bound, point in tight if math.isfinite(bound)][:STARTS]
+
+
+def is_expert(point: Point) -> bool:
+    """Whether experts would try a point.
+
+    They take data parallelism with any ZeRO, or Megatron-LM's pipeline of 1F1B with one or two
+    chunks and a tensor axis of neighbours.
+    """
+    if point.data_outside or point.role not in ("", "megatron", "megatron_sp"):
+        return False
+    if point.pipeline == 1 and point.tensor == 1:
+        return True
+    usual = point.schedule == "1f1b" or (point.chunks == 2 and point.schedule == "interleaved_1f1b")
+    return point.zero <= 1 and usual
+
+
+def describe_space(problem: Problem) -> str:
+    """What the certificate covers, in words."""
+    roles = ", ".join(problem.space.roles) or "none"
+    return (
+        "meshes of pipeline, data and one tensor axis over all devices; tensor axis splits one of: "
+        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules 1f1b with every cut on borders "
+        "of blocks, interleaved_1f1b, zb_h1, zbv with the most even cut; per layer "
+        f"{', '.join(problem.options)} of recomputation"
+    )
+
+
+def _alternatives(state: _State, count: int = 10) -> tuple[Outcome, ...]:
+    ordered = sorted(state.found, key=lambda item: (item.step_s, item.candidate.point))
+    return tuple(item for item in ordered if item.fits and item is not state.best)[:count]
+
+
+def best_candidate(
+    problem: Problem, bounds: Bounds, point: Point
+) -> tuple[Outcome | None, tuple[float, ...]]:
+    """The best plan of a point, evaluated, None if none fits.
+
+    Returns:
+        It, and for every pipeline rank the bytes beyond static and saved memory.
+    """
+    over = bounds.extra(point)
+    for _ in range(ROUNDS):
+        stages = bounds.stages(point, over, relaxed=False)
+        if stages is None:
+            return None, over
+        best: Outcome | None = None
+        worst: Outcome | None = None
+        for cut in _cuts(point, stages):
+            outcome = problem.outcome(_candidate(point, stages, cut))
+            if outcome is None:
+                continue
+            over = tuple(map(max, over, bounds.learn(outcome, stages, cut)))
+            if outcome.fits and (best is None or outcome.step_s < best.step_s):
+                best = outcome
+            worst = worst or outcome
+        if best is not None or worst is None:
+            return best, over
+    return None, over
+
+
+def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) -> Candidate | None:
+    """The most even cut with one option for all layers; None if the model cannot be placed so.
+
+    Args:
+        problem: The problem.
+        bounds: Its bounds.
+        point: The point.
+        option: Number of the option.
+    """
+    table = problem.table(point, problem.devices(point)[0])
+    if table is None:
+        return None
+    intervals = bounds.intervals(point, table, bounds.longest(point))
+    forward, backward = durations(intervals.sums[option], problem.software.speed)
+    weights = [forward + backward] * point.num_stages
+    least, _ = least_bottleneck(intervals, weights)
+    cut = cheapest_sum(intervals, weights, weights, least * (1 + 1e-12))
+    if cut is None:
+        return None
+    same = (option,) * point.num_stages
+    return Candidate(
+        point=point,
+        edges=tuple(int(intervals.start[k]) for k in cut.chosen[1:]),
+        low=same,
+        high=same,
+        upgraded=(0,) * point.num_stages,
+    )
+
+
+def _cuts(point: Point, stages: Stages) -> list[Cut]:
+    """The most even cut, and those of a smaller sum that are a little less even."""
+    weights = [item.forward_s + item.backward_s for item in stages.filled]
+    least, _ = least_bottleneck(stages.intervals, weights)
+    if not math.isfinite(least):
+        return []
+    found: dict[tuple[int, ...], Cut] = {}
+    for slack in SLACKS if point.schedule == "1f1b" and point.pipeline > 1 else (1.0,):
+        cut = cheapest_sum(stages.intervals, weights, weights, least * slack * (1 + 1e-12))
+        if cut is not None:
+            found.setdefault(cut.chosen, cut)
+    return list(found.values())
+
+
+def _candidate(point: Point, stages: Stages, cut: Cut) -> Candidate:
+    chosen = list(enumerate(cut.chosen))
+    return Candidate(
+        point=point,
+        edges=tuple(int(stages.intervals.start[k]) for _, k in chosen[1:]),
+        low=tuple(int(stages.filled[s].low[k]) for s, k in chosen),
+        high=tuple(int(stages.filled[s].high[k]) for s, k in chosen),
+        upgraded=tuple(int(stages.filled[s].upgraded[k]) for s, k in chosen),
+    )

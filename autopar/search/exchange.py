@@ -1,0 +1,107 @@
+"""Seconds of what data parallelism and ZeRO move for each parameter, at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.buckets import LIMIT_BYTES
+from autopar.cost_models.work import Move
+from autopar.search.problem import Problem
+from autopar.search.space import Point
+
+Floats = NDArray[np.float64]
+MANY = 1000.0
+"""More buckets than a stage has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Seconds of collectives over the data axis, for each parameter or interval.
+
+    Attributes:
+        scattered: Gradients, for every microbatch.
+        gathered: Weights, for every forward and every backward.
+        summed: Gradients, once per step.
+        returned: Weights, after the update.
+    """
+
+    scattered: Floats
+    gathered: Floats
+    summed: Floats
+    returned: Floats
+
+    def put(self, sums: Floats) -> Floats:
+        """Sums of shape (..., phases, parts, K) with what moves for every microbatch."""
+        if not self.scattered.any() and not self.gathered.any():
+            return sums
+        sums = sums.copy()
+        sums[..., 2, 2, :] += self.scattered
+        sums[..., 0:2, 2, :] += self.gathered
+        sums[..., 3, :] += MANY  # the more pieces, the less of them is exposed
+        return sums
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Prices collectives over the data axis; remembers what it has priced.
+
+    Attributes:
+        problem: The problem.
+    """
+
+    problem: Problem
+    _moves: dict[object, float] = field(default_factory=dict)
+
+    def moved_s(self, point: Point, kind: str, trained: Floats) -> Floats:
+        """Seconds that a collective over the data axis takes at least for each parameter.
+
+        Buckets are closed as soon as they are full: one has at most one member that fills it.
+
+        Args:
+            point: The point.
+            kind: Of the collective.
+            trained: Bytes of each parameter, shape (parameters,).
+        """
+        if point.data == 1:
+            return np.zeros_like(trained)
+        sizes, places = np.unique(trained, return_inverse=True)
+        largest = LIMIT_BYTES + sizes[-1]
+        rate = self._move_s(point, kind, largest) / largest
+        seconds = [
+            self._move_s(point, kind, size) if size >= LIMIT_BYTES else rate * size
+            for size in sizes.tolist()
+        ]
+        return np.array(seconds)[places]
+
+    def _move_s(self, point: Point, kind: str, size: float) -> float:
+        key = (point.mesh, kind, size)
+        if key not in self._moves:
+            prices = self.problem.prices(point)
+            axes = tuple(name for name, owner in prices.names.items() if owner == "dp")
+            move = Move(
+                kind=kind, size_bytes=int(size), axes=axes, group=point.data,  # type: ignore[arg-type]
+                phase="weight_gradient", node="", dtype="",
+            )  # fmt: skip
+            self._moves[key] = prices.seconds(move)
+        return self._moves[key]
+
+    def exchanged(self, point: Point, trained: Floats) -> Exchanged:
+        """What ZeRO, or data parallelism, moves for each parameter.
+
+        Args:
+            point: The point.
+            trained: Bytes of trained weights, shape (parameters,).
+        """
+        none = np.zeros_like(trained)
+        zero = point.zero
+        scatter = self.moved_s(point, "reduce_scatter" if zero else "all_reduce", trained)
+        gather = self.moved_s(point, "all_gather", trained) if zero else none
+        return Exchanged(
+            scattered=scatter if zero >= 2 else none,
+            gathered=gather if zero == 3 else none,
+            summed=scatter if zero < 2 else none,
+            returned=gather if zero in (1, 2) else none,
+        )

@@ -1,0 +1,127 @@
+"""Simulated annealing over plans (Metropolis; as FlexFlow, arXiv 1807.05358, and Aceso do).
+
+The state is a point with even stages and one option of recomputation; a move changes one of its
+fields. Plans that do not fit pay for each byte, so that the walk finds its way back.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+
+from autopar.search.bounds import Bounds
+from autopar.search.exact import even_candidate
+from autopar.search.problem import Outcome, Problem
+from autopar.search.result import Certificate, SearchResult
+from autopar.search.space import Point
+
+FIRST, LAST = 0.3, 0.003
+"""Temperature at the start and at the end, as a share of a step's seconds."""
+State = tuple[Point, int]
+
+
+def search(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    plans: int = 400,
+    time_limit_s: float = math.inf,
+) -> SearchResult:
+    """A good plan, without a proof.
+
+    Args:
+        problem: The problem.
+        seed: The same seed finds the same plan, unless time runs out.
+        plans: Plans to price.
+        time_limit_s: Stop after so many seconds, with what there is.
+    """
+    begun, rng = time.monotonic(), random.Random(seed)
+    points = list(problem.space.points())
+    neighbours, bounds = _Neighbours(points), Bounds(problem)
+    state: State = (rng.choice(points), 0)
+    score = evaluate(problem, bounds, state)
+    best: Outcome | None = None
+    found: list[Outcome] = []
+    for number in range(plans):
+        if time.monotonic() - begun > time_limit_s:
+            break
+        trial = _move(neighbours, state, len(problem.policies), rng)
+        value = evaluate(problem, bounds, trial)
+        warmth = FIRST * (LAST / FIRST) ** (number / plans)
+        if value[0] <= score[0] or rng.random() < math.exp((score[0] - value[0]) / warmth):
+            state, score = trial, value
+        outcome = value[1]
+        if outcome is not None and outcome.fits:
+            found.append(outcome)
+            best = outcome if best is None or outcome.step_s < best.step_s else best
+    return unproven("mcmc", problem, best, found, len(points), begun)
+
+
+def evaluate(problem: Problem, bounds: Bounds, state: State) -> tuple[float, Outcome | None]:
+    """Logarithm of a plan's seconds, dearer where it does not fit, and what it takes."""
+    candidate = even_candidate(problem, bounds, *state)
+    outcome = problem.outcome(candidate) if candidate is not None else None
+    if outcome is None:
+        return math.inf, None
+    room = problem.capacity_bytes(problem.devices(state[0])[0])
+    over = max(0.0, outcome.over_bytes / room)
+    return math.log(outcome.step_s) + 2 * over + (over > 0), outcome
+
+
+def unproven(
+    strategy: str,
+    problem: Problem,
+    best: Outcome | None,
+    found: Sequence[Outcome],
+    points: int,
+    begun: float,
+) -> SearchResult:
+    """The result of a strategy that proves nothing."""
+    ordered = sorted(set(found), key=lambda item: (item.step_s, item.candidate.point))
+    return SearchResult(
+        best=best,
+        alternatives=tuple(item for item in ordered if item is not best)[:10],
+        certificate=Certificate(
+            bound_s=0.0, space="no proof", points=points, pruned={},
+            evaluated=problem.evaluated, complete=True,
+        ),
+        strategy=strategy,
+        seconds=time.monotonic() - begun,
+    )  # fmt: skip
+
+
+class _Neighbours:
+    """Points that differ in one field."""
+
+    names = tuple(item.name for item in fields(Point))
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points = points
+        self.groups: dict[tuple[object, ...], list[Point]] = {}
+        for point in points:
+            for name in self.names:
+                self.groups.setdefault(self._key(point, name), []).append(point)
+
+    def _key(self, point: Point, free: str) -> tuple[object, ...]:
+        sizes = ("pipeline", "data", "tensor", "role")
+        loose: tuple[str, ...] = (free,)
+        if free in sizes:  # the product of the sizes stays; what depends on it may follow
+            loose = (*sizes, "data_outside", "chunks", "schedule")
+        return (free, *((n, getattr(point, n)) for n in self.names if n not in loose))
+
+    def of(self, point: Point, name: str) -> list[Point]:
+        """All that differ at most in `name` and what has to follow."""
+        return self.groups[self._key(point, name)]
+
+
+def _move(neighbours: _Neighbours, state: State, options: int, rng: random.Random) -> State:
+    point, option = state
+    name = rng.choice((*neighbours.names, "option", "any"))
+    if name == "option":
+        return point, rng.randrange(options)
+    if name == "any":
+        return rng.choice(neighbours.points), option
+    return rng.choice(neighbours.of(point, name)), option

@@ -1,0 +1,284 @@
+"""The problem: a model, a cluster and a space, and what every point of it costs.
+
+Costs are those of `autopar.cost_models.evaluate`, the one door; nothing here has a price of its
+own. Points are evaluated with the cuts, and with what every layer computes again, that
+`autopar.search.stage_cut` finds best for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.device import Device
+from autopar.cost_models.evaluate import (
+    Evaluator,
+    Prediction,
+    Software,
+    devices_of,
+    fine_mesh_of,
+)
+from autopar.cost_models.events import schedule_of
+from autopar.cost_models.pricing import Prices
+from autopar.errors import PlanError
+from autopar.graph.ir import Graph
+from autopar.plan.microbatch import STATISTICS, batch_sizes
+from autopar.plan.plan import Plan
+from autopar.plan.recompute import policy_nodes
+from autopar.search.space import ROLES, Point, Space
+from autopar.search.states import Parameters
+from autopar.search.tables import UnitTable, unit_table
+from autopar.search.units import Units
+
+OPTIONS = ("full", "selective", "none")
+"""Policies of what a layer computes again, least memory first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A point with its stages.
+
+    Attributes:
+        point: The point.
+        edges: First unit of every stage but the first.
+        low: For every stage the option of all its units.
+        high: For every stage the option of its first `upgraded` layers.
+        upgraded: For every stage how many layers have `high`.
+    """
+
+    point: Point
+    edges: tuple[int, ...] = ()
+    low: tuple[int, ...] = (2,)
+    high: tuple[int, ...] = (2,)
+    upgraded: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A candidate and what it takes.
+
+    Attributes:
+        candidate: The candidate.
+        step_s: Seconds of a step.
+        over_bytes: Bytes beyond the memory of the rank with least room, negative if it fits.
+        rank_over_bytes: The same of every pipeline rank.
+        peak_bytes: Most bytes of live tensors on any rank.
+    """
+
+    candidate: Candidate
+    step_s: float
+    over_bytes: int
+    rank_over_bytes: tuple[int, ...]
+    peak_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return self.over_bytes <= 0
+
+
+@dataclass(slots=True)
+class _Known:
+    """What has been worked out."""
+
+    tables: dict[object, UnitTable | None] = field(default_factory=dict)
+    prices: dict[object, Prices] = field(default_factory=dict)
+    outcomes: dict[Candidate, Outcome | None] = field(default_factory=dict)
+    evaluated: int = 0
+
+
+class Problem:
+    """Find the best plan of a model on a cluster.
+
+    Args:
+        graph: The canonical graph.
+        loss: Name of the loss.
+        cluster: The cluster.
+        software: How plans are carried out; this package's runtime by default.
+        allowed: Fields of `Point` with the values that they may have.
+        options: Policies of what layers may compute again, least memory first.
+        memory_bytes: Memory of every device instead of the cluster's.
+
+    Raises:
+        PlanError: If the model has no loss, no batch, or the space is empty.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        loss: str | None,
+        cluster: ClusterSpec,
+        *,
+        software: Software | None = None,
+        allowed: Mapping[str, tuple[object, ...]] | None = None,
+        options: tuple[str, ...] = OPTIONS,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self.graph, self.loss, self.cluster = graph, loss, cluster
+        self.software = software or Software.of(cluster.hardware(0))
+        self.evaluator = Evaluator(graph, loss, cluster, self.software)
+        self.layout = self.evaluator.layout
+        self.units = Units.of(self.layout)
+        self.memory_bytes = memory_bytes
+        self.options = options
+        self.policies = tuple(policy_nodes(graph, name) for name in options)
+        self.space = self._space(allowed or {})
+        self.exact_data = any(node.op in STATISTICS for node in graph.nodes)
+        self.parameters = Parameters.of(graph, self.units, self.software)
+        self.device = cluster.hardware(0)
+        self._known = _Known()
+
+    def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
+        sizes = batch_sizes(self.layout.folded, self.layout.factors)
+        if not sizes:
+            raise PlanError(
+                "the model has no batch to divide: no op treats samples one by one",
+                expected="inputs with a batch dim",
+                where="example inputs",
+            )
+        batch = int(np.gcd.reduce(list(sizes)))
+        names = set(self.layout.factors.names())
+        roles = tuple(name for name, factors in ROLES.items() if names.intersection(factors))
+        if "seq" not in names:
+            roles = tuple(name for name in roles if name != "megatron_sp")
+        return Space(
+            num_devices=self.cluster.num_devices,
+            batch=batch,
+            units=self.units.count,
+            roles=roles,
+            tensor_limit=self._tensor_limit(names),
+            allowed=allowed,
+        )
+
+    def _tensor_limit(self, names: set[str]) -> int:
+        """The largest tensor axis: the devices of a node, or those of its fastest domain."""
+        return max(group.devices_per_node for group in self.cluster.groups) * 2
+
+    # What is known of a point before it is cut
+
+    def devices(self, point: Point) -> tuple[Device, ...]:
+        """The slowest device at every place of the pipeline."""
+        if self.cluster.is_uniform:
+            return (self.device,) * point.pipeline
+        plan = point.plan()
+        return devices_of(self.cluster, plan, schedule_of(plan))
+
+    def capacity_bytes(self, device: Device) -> int:
+        """Memory for everything on a device."""
+        return device.usable_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def room_bytes(self, device: Device) -> float:
+        """Memory for tensors on a device."""
+        spare = self.capacity_bytes(device) - self.software.context_bytes
+        return spare / self.reserved_factor(device)
+
+    def reserved_factor(self, device: Device) -> float:
+        """Bytes of a device that are reserved for a byte of tensors."""
+        return 1.0 if device.kind == "cpu" else self.software.reserved_factor
+
+    def samples(self, point: Point) -> int:
+        """Samples of a microbatch on the rank with most."""
+        return -(-self.space.batch // (point.microbatches * point.data))
+
+    def table(self, point: Point, device: Device) -> UnitTable | None:
+        """Seconds and bytes of all units; None where the model cannot be placed so."""
+        alike = self.alike(point)
+        key = (alike, device.name)
+        if key not in self._known.tables:
+            self._known.tables[key] = self._table(alike.plan(), device)
+        return self._known.tables[key]
+
+    def alike(self, point: Point) -> Point:
+        """The point of one stage whose table is that of `point`.
+
+        Points of equal local shapes share one. How many data ranks there are counts only for sums
+        over the batch inside of the model (batch norm) and for shards of unequal sizes.
+        """
+        data, microbatches, batch = point.data, point.microbatches, self.space.batch
+        if not self.exact_data and batch % (data * microbatches) == 0:
+            data, microbatches = 1, data * microbatches
+        return Point(data=data, tensor=point.tensor, role=point.role, microbatches=microbatches)
+
+    def prices(self, point: Point) -> Prices:
+        """Prices of collectives on the mesh of a point."""
+        key = (point.mesh, point.pipeline)
+        if key not in self._known.prices:
+            self._known.prices[key] = Prices(self.cluster, *fine_mesh_of(point.plan()))
+        return self._known.prices[key]
+
+    def _table(self, plan: Plan, device: Device) -> UnitTable | None:
+        try:
+            placement = self.evaluator.place(plan)
+        except PlanError:
+            return None
+        prices = Prices(self.cluster, *fine_mesh_of(plan))
+        return unit_table(
+            self.units, placement, plan, self.loss, self.policies, device, prices, self.software
+        )
+
+    # Exact
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The candidate as a plan, without what depends on the model."""
+        starts = self.units.starts
+        return candidate.point.plan(tuple(starts[edge] for edge in candidate.edges))
+
+    def again(self, candidate: Candidate) -> frozenset[str]:
+        """Names of the nodes that backward computes again."""
+        units, nodes = self.units, self.graph.nodes
+        edges = (0, *candidate.edges, units.count)
+        found: set[str] = set()
+        for stage in range(len(edges) - 1):
+            left = candidate.upgraded[stage]
+            for unit in range(edges[stage], edges[stage + 1]):
+                option = candidate.low[stage]
+                if units.block[unit] >= 0 and left > 0:
+                    option, left = candidate.high[stage], left - 1
+                policy = self.policies[option]
+                if policy:
+                    found.update(
+                        nodes[i].name for i in units.nodes[unit] if nodes[i].name in policy
+                    )
+        return frozenset(found)
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Everything predicted of a candidate.
+
+        Raises:
+            PlanError: If the plan does not fit the model or the cluster.
+        """
+        return self.evaluator.evaluate(self.plan(candidate), self.again(candidate))
+
+    def outcome(self, candidate: Candidate) -> Outcome | None:
+        """What a candidate takes; None if it cannot be carried out."""
+        known = self._known.outcomes
+        if candidate not in known:
+            known[candidate] = self._outcome(candidate)
+        return known[candidate]
+
+    def _outcome(self, candidate: Candidate) -> Outcome | None:
+        self._known.evaluated += 1
+        try:
+            found = self.predict(candidate)
+        except PlanError:
+            return None
+        devices = self.devices(candidate.point)
+        over = tuple(
+            rank.reserve.device_bytes - self.capacity_bytes(devices[rank.rank])
+            for rank in found.ranks
+        )
+        return Outcome(
+            candidate=candidate,
+            step_s=found.step_s,
+            over_bytes=max(over),
+            rank_over_bytes=over,
+            peak_bytes=found.peak_bytes,
+        )
+
+    @property
+    def evaluated(self) -> int:
+        """How many plans have been evaluated."""
+        return self._known.evaluated

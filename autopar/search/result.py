@@ -1,0 +1,55 @@
+"""What a search found, and how good it is proven to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.search.problem import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """How far from the optimum the answer can be.
+
+    Attributes:
+        bound_s: No plan of the space takes less, in seconds; infinite if none fits.
+        space: What the bound covers, in words.
+        points: Number of points of the space.
+        pruned: How many of them each reason has ruled out.
+        evaluated: Number of plans that were priced exactly.
+        complete: Whether the search ended by itself.
+    """
+
+    bound_s: float
+    space: str
+    points: int
+    pruned: Mapping[str, int]
+    evaluated: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        best: The best plan that fits; None if none was found.
+        alternatives: The best plans of other points, best first.
+        certificate: How good `best` is.
+        strategy: Name of the strategy.
+        seconds: Seconds that it took.
+    """
+
+    best: Outcome | None
+    alternatives: tuple[Outcome, ...]
+    certificate: Certificate
+    strategy: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How much faster another plan can be at most, as a fraction of the step of the best."""
+        if self.best is None:
+            return float("inf")
+        return max(0.0, 1.0 - self.certificate.bound_s / self.best.step_s)

@@ -1,0 +1,184 @@
+"""The space of plans: everything that is chosen, as points.
+
+A point fixes a mesh (pipeline, data and tensor axis, and their order on the devices), what the
+tensor axis splits, ZeRO, the number of microbatches and the schedule. Where the stages are cut and
+what each layer computes again is chosen for each point (`autopar.search.stage_cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.plan.parts import PipelinePlan, ZeroPlan
+from autopar.plan.plan import Plan
+from autopar.plan.strategies import MODEL
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "megatron": MODEL,
+    "megatron_sp": (*MODEL, "seq"),
+    "sequence": ("seq",),
+    "features": ("hidden", "channels"),
+}
+"""What a tensor axis may split, by name: factors, best first."""
+SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
+"""Schedules that train exactly as one device would; GPipe is 1F1B with more memory."""
+MAX_CHUNKS = 8
+MAX_SAMPLES = 256
+"""Most samples of a microbatch on a rank."""
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Point:
+    """Everything of a plan but cuts and what is computed again.
+
+    Attributes:
+        pipeline: Ranks of the pipeline.
+        data: Size of the data axis.
+        tensor: Size of the tensor axis.
+        role: What it splits; a key of `ROLES`, or ``""`` for a size of 1.
+        microbatches: Microbatches of a step.
+        zero: ZeRO stage over the data axis.
+        schedule: Name of the pipeline's schedule.
+        chunks: Stages per pipeline rank.
+        data_outside: Whether neighbours in the pipeline are nearer than data ranks.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    role: str = ""
+    microbatches: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    data_outside: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.pipeline * self.chunks
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Axes and sizes, outermost first; axes of one rank are left out."""
+        axes = [("pp", self.pipeline), ("dp", self.data), ("tp", self.tensor)]
+        if self.data_outside:
+            axes[0], axes[1] = axes[1], axes[0]
+        return tuple(axis for axis in axes if axis[1] > 1) or (("dp", 1),)
+
+    @property
+    def order(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """What every axis but the pipeline's splits."""
+        names = [name for name, _ in self.mesh if name != "pp"]
+        return tuple((name, ("batch",) if name == "dp" else ROLES[self.role]) for name in names)
+
+    def plan(self, cuts: tuple[str, ...] = (), strategy: str = "search") -> Plan:
+        """The point as a plan, without what depends on the model.
+
+        Args:
+            cuts: Key of the first op of every stage but the first.
+            strategy: Name of the strategy.
+        """
+        return Plan(
+            mesh=self.mesh,
+            strategy=strategy,
+            order=self.order,
+            pipeline=PipelinePlan(
+                schedule=self.schedule,
+                microbatches=self.microbatches,
+                chunks=self.chunks,
+                cuts=cuts,
+            ),
+            zero=ZeroPlan(stage=self.zero, axes=("dp",) if self.zero else ()),
+        )
+
+    def text(self) -> str:
+        """The point in a few words, such as ``pp=8 dp=16 tp=8 megatron_sp m=64 zero=1 1f1b``."""
+        parts = [f"{name}={size}" for name, size in self.mesh]
+        parts += [self.role] if self.role else []
+        parts += [f"m={self.microbatches}"] + ([f"zero={self.zero}"] if self.zero else [])
+        if self.pipeline > 1:
+            parts.append(self.schedule + (f" v={self.chunks}" if self.chunks > 1 else ""))
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        num_devices: Ranks, all of which are used.
+        batch: Samples of a step.
+        units: Most stages.
+        roles: What a tensor axis may split on this model.
+        tensor_limit: Largest tensor axis.
+        schedules: Names of schedules.
+        microbatched: Whether the model can be computed in microbatches.
+        allowed: Fields of points with the values that they may have; others are free.
+    """
+
+    num_devices: int
+    batch: int
+    units: int
+    roles: tuple[str, ...]
+    tensor_limit: int
+    schedules: tuple[str, ...] = SYNCHRONOUS
+    microbatched: bool = True
+    allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def points(self) -> Iterator[Point]:
+        """All points, in a fixed order."""
+        for point in self._all():
+            if all(getattr(point, name) in values for name, values in self.allowed.items()):
+                yield point
+
+    def _all(self) -> Iterator[Point]:
+        for pipeline in divisors(self.num_devices):
+            if pipeline > self.units:
+                continue
+            rest = self.num_devices // pipeline
+            for tensor in divisors(rest):
+                if tensor > self.tensor_limit:
+                    continue
+                roles = self.roles if tensor > 1 else ("",)
+                for role in roles:
+                    yield from self._in_time(pipeline, rest // tensor, tensor, role)
+
+    def _in_time(self, pipeline: int, data: int, tensor: int, role: str) -> Iterator[Point]:
+        if data > self.batch:
+            return
+        for microbatches in divisors(self.batch):
+            samples = self.batch // microbatches
+            if samples < data or (samples > MAX_SAMPLES * data and microbatches < self.batch):
+                continue
+            if microbatches > 1 and not self.microbatched:
+                continue
+            for schedule, chunks in self._schedules(pipeline, microbatches):
+                for zero in (0, 1, 2, 3) if data > 1 else (0,):
+                    for outside in (False, True) if pipeline > 1 and data > 1 else (False,):
+                        yield Point(
+                            pipeline=pipeline, data=data, tensor=tensor, role=role,
+                            microbatches=microbatches, zero=zero, schedule=schedule,
+                            chunks=chunks, data_outside=outside,
+                        )  # fmt: skip
+
+    def _schedules(self, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
+        if pipeline == 1:
+            yield "1f1b", 1
+            return
+        for name in self.schedules:
+            if name == "interleaved_1f1b":
+                for chunks in range(2, MAX_CHUNKS + 1):
+                    if chunks * pipeline <= self.units and microbatches % pipeline == 0:
+                        yield name, chunks
+            elif name == "zbv":
+                if 2 * pipeline <= self.units:
+                    yield name, 2
+            else:
+                yield name, 1
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,418 @@
+"""Where to cut a model into stages, and what each stage computes again: exact, by intervals.
+
+A stage is an interval of units. Its programs take what `autopar.cost_models.pricing` and
+`autopar.cost_models.simulate` make of the sums over its units; what it keeps follows from the
+microbatches under way. The layers of a stage may differ in what backward computes again: as many
+as its memory allows take the faster of two options.
+
+The bounds hold for 1F1B (M microbatches, P ranks, w_s = F_s + B_s of stage s): before the first
+forward of s lie F_0 .. F_{s-1}; between the end of its first forward and its first backward lie
+the programs of all later stages, and at most P - s - 1 of its own forwards fit in there; likewise
+between its last forward and the last backward; after that lie B_{s-1} .. B_0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.compute import race
+from autopar.cost_models.pricing import Speed
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+LONG = 2.0
+"""Stages of more than this many times the mean seconds are not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Intervals:
+    """Candidate stages: units ``start[k]`` to ``stop[k]``, the last not included.
+
+    Attributes:
+        start: First unit, shape (K,).
+        stop: Shape (K,).
+        sums: Sums of `UnitTable.seconds`, shape (options, phases, parts, K).
+        saved: Bytes of saved memory of a microbatch, shape (options, K).
+        layers: Units that may differ in what is computed again, shape (K,).
+        alike: Whether these are copies of one block, shape (K,).
+        static: Bytes that are there at all times, shape (K,).
+        tail_s: Seconds of what follows the last backward and its collectives, shape (K,).
+        sync_s: Seconds of collectives that the last backward starts, shape (K,).
+        edge_bytes: Bytes of the message that a stage takes from the one before, shape (K,).
+        num_units: Units of the model.
+    """
+
+    start: Ints
+    stop: Ints
+    sums: Floats
+    saved: Floats
+    layers: Floats
+    alike: NDArray[np.bool_]
+    static: Floats
+    tail_s: Floats
+    sync_s: Floats
+    edge_bytes: Floats
+    num_units: int
+    _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
+
+    def plain(self, speed: Speed) -> tuple[Floats, Floats]:
+        """Seconds of F and B where nothing is computed again."""
+        if not self._plain:
+            self._plain.append(durations(self.sums[-1], speed))
+        return self._plain[0]
+
+
+def program_seconds(parts: Floats, speed: Speed) -> Floats:
+    """Seconds of a program that waits for its collectives, as a simulation runs it.
+
+    Args:
+        parts: Seconds of kernels, of collectives inline, beside, number of the latter, of the host;
+            shape (5, K).
+        speed: Of the software.
+    """
+    compute, inline, beside, pieces, host = parts
+    device = compute + inline
+    compute = compute + (race(device, host) - device)
+    end = compute + inline + (1 - speed.overlap) * beside
+    hidden = speed.overlap * beside
+    each = hidden / np.maximum(pieces, 1.0)
+    done = np.maximum(end / np.maximum(pieces, 1.0) + hidden, end + each)
+    shared = np.minimum(done, end) - np.maximum(done - hidden, 0.0)
+    slower = end + speed.slowdown * np.clip(shared, 0.0, compute)
+    return np.where(hidden > 0, np.maximum(slower, done), end)
+
+
+def durations(sums: Floats, speed: Speed) -> tuple[Floats, Floats]:
+    """Seconds of F and of B of every interval.
+
+    Args:
+        sums: Shape (phases, parts, K).
+        speed: Of the software.
+    """
+    return program_seconds(sums[0], speed), program_seconds(sums[1] + sums[2], speed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Filled:
+    """Candidate stages with the best of what they can keep.
+
+    Attributes:
+        forward_s: Shape (K,); infinite where nothing fits.
+        backward_s: Shape (K,).
+        low: Option of all units, shape (K,).
+        high: Option of as many layers as `upgraded` says, shape (K,).
+        upgraded: Shape (K,); whole numbers unless relaxed.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    low: Ints
+    high: Ints
+    upgraded: Floats
+
+
+def fill(
+    intervals: Intervals, speed: Speed, under_way: float, room_bytes: float, *, relaxed: bool
+) -> Filled:
+    """For every candidate the fastest two options that fit.
+
+    Args:
+        intervals: The candidates.
+        speed: Of the software.
+        under_way: Microbatches whose saved memory is live at once.
+        room_bytes: What static and saved memory may take.
+        relaxed: Let a part of a layer take an option: a bound.
+    """
+    count = len(intervals.start)
+    options = len(intervals.saved)
+    found = Filled(
+        forward_s=np.full(count, np.inf),
+        backward_s=np.full(count, np.inf),
+        low=np.full(count, options - 1),
+        high=np.full(count, options - 1),
+        upgraded=np.zeros(count),
+    )
+    left = room_bytes - intervals.static
+    # The last option computes nothing again: where it fits, nothing is faster.
+    fits = left >= under_way * intervals.saved[-1]
+    plain = np.flatnonzero(fits)
+    found.forward_s[plain], found.backward_s[plain] = (
+        part[plain] for part in intervals.plain(speed)
+    )
+    rest = np.flatnonzero(~fits & (left >= under_way * intervals.saved.min(axis=0)))
+    if len(rest):
+        _fill_rest(found, intervals, speed, under_way, left, rest, relaxed)
+    return found
+
+
+def _fill_rest(
+    found: Filled,
+    intervals: Intervals,
+    speed: Speed,
+    under_way: float,
+    left: Floats,
+    rest: Ints,
+    relaxed: bool,
+) -> None:
+    """The candidates `rest`, which have too little memory to keep everything."""
+    sums, saved = intervals.sums[..., rest], intervals.saved[:, rest]
+    layers, alike = intervals.layers[rest], intervals.alike[rest]
+    best = np.full(len(rest), np.inf)
+    for a in reversed(range(len(saved))):  # of equals the one without recomputation
+        spare = left[rest] - under_way * saved[a]
+        for b in range(len(saved)):
+            more = under_way * (saved[b] - saved[a])
+            if a == b:
+                number = np.zeros(len(rest))
+            elif np.any(more > 0):
+                each = np.maximum(more, 0.0) / np.maximum(layers, 1.0)
+                number = np.where(each > 0, spare / np.maximum(each, 1e-9), layers)
+                number = np.clip(number, 0.0, layers)
+                # Of unlike layers the best ones would be first: a bound lets all of them.
+                free = np.where(alike, number, layers)
+                number = free if relaxed else np.floor(number + 1e-9)
+            else:
+                continue
+            share = np.where(layers > 0, number / np.maximum(layers, 1.0), 0.0)
+            f, w = durations(sums[a] + share * (sums[b] - sums[a]), speed)
+            good = np.flatnonzero((spare >= 0) & (f + w < best))
+            best[good] = (f + w)[good]
+            places = rest[good]
+            found.forward_s[places], found.backward_s[places] = f[good], w[good]
+            found.low[places], found.high[places] = a, b
+            found.upgraded[places] = number[good]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Stages and what they keep.
+
+    Attributes:
+        chosen: Number of the candidate of every stage.
+        value: Seconds of the objective.
+    """
+
+    chosen: tuple[int, ...]
+    value: float
+
+
+def least_bottleneck(
+    intervals: Intervals, costs: list[Floats], limit: float = np.inf
+) -> tuple[float, list[Floats]]:
+    """Least possible maximum of the stages' costs, and the table it is read from.
+
+    Args:
+        intervals: The candidates.
+        costs: For each stage the cost of every candidate, shape (K,) each.
+        limit: Costs above it do not matter.
+    """
+    best = np.full(intervals.num_units + 1, np.inf)
+    best[0] = 0.0
+    tables = [best]
+    for cost in costs:
+        value = np.maximum(best[intervals.start], cost)
+        following = np.full(intervals.num_units + 1, np.inf)
+        np.minimum.at(following, intervals.stop, np.where(value <= limit, value, np.inf))
+        best = following
+        tables.append(best)
+    return float(best[-1]), tables
+
+
+def cheapest_sum(
+    intervals: Intervals, costs: list[Floats], weights: list[Floats], limit: float
+) -> Cut | None:
+    """Stages of the least sum of weights among those whose costs keep a limit.
+
+    Args:
+        intervals: The candidates.
+        costs: For each stage what must not exceed `limit`.
+        weights: For each stage what is added up.
+        limit: The limit.
+    """
+    size = intervals.num_units + 1
+    best = np.full(size, np.inf)
+    best[0] = 0.0
+    back: list[Ints] = []
+    for cost, weight in zip(costs, weights, strict=True):
+        value = np.where(cost <= limit, best[intervals.start] + weight, np.inf)
+        following = np.full(size, np.inf)
+        np.minimum.at(following, intervals.stop, value)
+        which = np.full(size, -1, np.int64)
+        hit = np.flatnonzero((value == following[intervals.stop]) & np.isfinite(value))
+        which[intervals.stop[hit[::-1]]] = hit[::-1]  # the first of equals
+        back.append(which)
+        best = following
+    if not np.isfinite(best[-1]):
+        return None
+    chosen, at = [], size - 1
+    for which in reversed(back):
+        number = int(which[at])
+        chosen.append(number)
+        at = int(intervals.start[number])
+    return Cut(chosen=tuple(reversed(chosen)), value=float(best[-1]))
+
+
+def after_backward(filled: Filled, intervals: Intervals) -> Floats:
+    """Seconds from the end of a stage's last backward to that of its update, at least."""
+    with np.errstate(invalid="ignore"):
+        left = np.maximum(intervals.sync_s - filled.backward_s, 0.0)
+    return left + intervals.tail_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """What a bound of a 1F1B step needs to know beside the candidates.
+
+    Attributes:
+        microbatches: M.
+        fastest: Prefix sums over units of seconds that F and B take at least, shape (units + 1,).
+        hop_s: Seconds of any message between neighbours, at least.
+        end_s: Seconds of what the first stage does after its last backward, at least.
+    """
+
+    microbatches: int
+    fastest: tuple[Floats, Floats]
+    hop_s: float = 0.0
+    end_s: float = 0.0
+
+
+def stage_bound(
+    filled: Filled, intervals: Intervals, chain: Chain, stage: int, num_stages: int
+) -> Floats:
+    """Seconds that a 1F1B step takes at least if a candidate is stage `stage`; see the module.
+
+    Args:
+        filled: Candidates with what they can keep.
+        intervals: The candidates.
+        chain: The step.
+        stage: Number of the stage.
+        num_stages: Number of stages P.
+    """
+    f, b, microbatches = filled.forward_s, filled.backward_s, chain.microbatches
+    before, behind = _outside(filled, intervals, chain, stage)
+    later = num_stages - stage - 1
+    after = sum(sums[-1] - sums[intervals.stop] for sums in chain.fastest)
+    after = after + 2 * later * chain.hop_s
+    own = min(later + 1, microbatches) - 1
+    with np.errstate(invalid="ignore"):
+        first = np.maximum(after - own * f, 0.0)
+        second = np.maximum(after - own * b, 0.0)
+        both = first + second if microbatches > later + 1 else np.maximum(first, second)
+        found = before + microbatches * (f + b) + both + behind
+    return np.where(np.isfinite(f), found, np.inf)
+
+
+def _outside(
+    filled: Filled, intervals: Intervals, chain: Chain, stage: int
+) -> tuple[Floats, Floats]:
+    """Seconds before a stage's first forward and behind its last backward, at least."""
+    before, back = (sums[intervals.start] + stage * chain.hop_s for sums in chain.fastest)
+    end = chain.end_s if stage else 0.0
+    return before, np.maximum(back + end, after_backward(filled, intervals))
+
+
+def pair_bound(
+    filled: tuple[Filled, Filled],
+    intervals: Intervals,
+    chain: Chain,
+    stage: int,
+    num_stages: int,
+    pairs: tuple[Ints, Ints],
+    message_s: Floats,
+) -> Floats:
+    """The same if two candidates are the stages `stage` and the next.
+
+    In the steady state of 1F1B a stage and the next wait for each other: from F(k) of the first
+    over F(k) and a backward of the second back to F(k + 2) there are a forward and a backward of
+    both, and two messages.
+
+    Args:
+        filled: What candidates can keep as either stage.
+        intervals: The candidates.
+        chain: The step.
+        stage: Number of the first.
+        num_stages: Number of stages P.
+        pairs: Numbers of candidates for the first and for the second.
+        message_s: Seconds of a message between them, for each pair.
+    """
+    here, there = pairs
+    f, b = filled[0].forward_s[here], filled[0].backward_s[here]
+    both = f + b + filled[1].forward_s[there] + filled[1].backward_s[there] + 2 * message_s
+    ahead, microbatches = num_stages - 1 - stage, chain.microbatches
+    turns = (microbatches - ahead) // 2
+    if turns <= 0:
+        return np.zeros(len(here))
+    before, behind = (part[here] for part in _outside(filled[0], intervals, chain, stage))
+    left = (microbatches - ahead + 1 - 2 * turns) * f + (microbatches - 2 * turns + 1) * b
+    return np.asarray(before + (ahead - 1) * f + turns * both + left + behind)
+
+
+def least_chain(
+    intervals: Intervals,
+    filled: list[Filled],
+    chain: Chain,
+    message_s: Callable[[int, Floats], Floats],
+    limit: float,
+) -> float:
+    """Seconds that a 1F1B step takes at least, whatever the cut.
+
+    Args:
+        intervals: The candidates.
+        filled: For every stage what they can keep.
+        chain: The step.
+        message_s: From the number of a stage and bytes to seconds of a message to the next.
+        limit: Where the bound is not below it, it need not be exact.
+    """
+    count = len(filled)
+    costs = [stage_bound(item, intervals, chain, stage, count) for stage, item in enumerate(filled)]
+    least, tables = least_bottleneck(intervals, costs)
+    if count == 1 or least >= limit:
+        return least
+    back = _least_from_behind(intervals, costs)
+    kept = []
+    for stage, cost in enumerate(costs):
+        reach = np.maximum(tables[stage][intervals.start], back[stage + 1][intervals.stop])
+        kept.append(np.flatnonzero(np.maximum(reach, cost) < limit))
+    value = costs[0][kept[0]]
+    for stage in range(count - 1):
+        here, there = _pairs(intervals, kept[stage], kept[stage + 1])
+        if not len(here):
+            return limit
+        first, second = kept[stage][here], kept[stage + 1][there]
+        wait = message_s(stage, intervals.edge_bytes[second])
+        bound = pair_bound(
+            (filled[stage], filled[stage + 1]), intervals, chain, stage, count, (first, second),
+            wait,
+        )  # fmt: skip
+        reached = np.maximum(np.maximum(value[here], bound), costs[stage + 1][second])
+        value = np.full(len(kept[stage + 1]), np.inf)
+        np.minimum.at(value, there, reached)
+    return min(limit, float(value.min(initial=np.inf)))
+
+
+def _least_from_behind(intervals: Intervals, costs: list[Floats]) -> list[Floats]:
+    """For every stage and unit the least maximum of costs of the stages from there on."""
+    best = np.full(intervals.num_units + 1, np.inf)
+    best[-1] = 0.0
+    tables = [best]
+    for cost in reversed(costs):
+        following = np.full(intervals.num_units + 1, np.inf)
+        np.minimum.at(following, intervals.start, np.maximum(best[intervals.stop], cost))
+        best = following
+        tables.append(best)
+    return tables[::-1]
+
+
+def _pairs(intervals: Intervals, first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Places in `first` and `second` of candidates that meet."""
+    order = np.argsort(intervals.start[second], kind="stable")
+    starts = intervals.start[second][order]
+    low = np.searchsorted(starts, intervals.stop[first], "left")
+    high = np.searchsorted(starts, intervals.stop[first], "right")
+    here = np.repeat(np.arange(len(first)), high - low)
+    offset = np.arange(len(here)) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
+    return here, order[np.repeat(low, high - low) + offset]
