@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -66,7 +67,9 @@ class Holding:
             for sub in split_axes(Mesh(((name, size),)))[0].names
         }
         self._known: dict[object, Held] = {}
-        self.zero_axes = frozenset(i for i, name in enumerate(rank.names) if name in zero)
+        self.zero_axes = frozenset(
+            i for i, name in enumerate(rank.names) if name in zero and rank.grid.sizes[i] > 1
+        )
 
     def pair(self, shape: tuple[int, ...], uses: Sequence[Pair]) -> Pair:
         """How a parameter is held: as its uses agree, else whole, and divided as the plan says.
@@ -121,8 +124,13 @@ class Holding:
     def allows(self, held: Pair, use: Pair) -> bool:
         """Whether a parameter may be held so while one of those that take it wants it so.
 
-        It is split if all want it so, and its gradient stays a sum if all leave it one.
+        It is split if all want it so, and its gradient stays a sum if all leave it one. With ZeRO
+        each must leave it a sum along all axes that divide it, or along none at all: see `_cost`.
         """
+        sums = {axis for axis in partial_axes(use) if use.forward[axis] == REPLICATE}
+        sums.discard(-1 if self.rank.time is None else self.rank.time)
+        if self.plan.zero.stage and sums and not self.zero_axes <= sums:
+            return False
         for axis in range(len(held.forward)):
             placed = held.forward[axis]
             if axis == self.rank.time or axis in self.stored:
@@ -155,6 +163,9 @@ class Holding:
             return Held(seconds, size)
         axes = tuple(axis for axis in partial_axes(held) if axis != self.rank.time)
         zero_axes = tuple(axis for axis in axes if axis in self.zero_axes)
+        if self.plan.zero.stage and axes and self.rank.group(zero_axes) < 2:
+            # With ZeRO the runtime sums along other axes only what it divides, too.
+            return Held(math.inf, size)
         stage = self.plan.zero.stage if self.rank.group(zero_axes) > 1 else 0
         shards = self.rank.group(zero_axes) if stage else 1
         states = self.software.optimizer.state_bytes(spec.numel, spec.dtype)
