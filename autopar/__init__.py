@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         load_plan,
         measure,
         plan,
+        search,
         trace,
         verify,
     )
@@ -55,7 +56,7 @@ _HOMES = {
     "TraceError": "autopar.errors",
 }
 # Functions of autopar.api that share their name with the package of what they make.
-_CALLABLE_PACKAGES = frozenset({"plan", "trace"})
+_CALLABLE_PACKAGES = frozenset({"plan", "search", "trace"})
 
 __all__ = [
     "AutoparError",
@@ -74,6 +75,7 @@ __all__ = [
     "load_plan",
     "measure",
     "plan",
+    "search",
     "trace",
     "verify",
 ]

@@ -14,8 +14,9 @@ from autopar.cost_models.calibrate import Calibration, calibrate
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError, PlanError
 from autopar.plan.build import apply_plan, make_plan
+from autopar.plan.extras import split_text
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator
@@ -27,8 +28,10 @@ from autopar.runtime.measure import measure as time_machine
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
+from autopar.search.find import FIXABLE, Found, Request, find
+from autopar.search.finish import STRATEGY as SEARCH
 from autopar.sharding.mesh import Mesh
-from autopar.trace import trace
+from autopar.trace import Traced, trace
 
 __all__ = [
     "CompiledModel",
@@ -38,6 +41,7 @@ __all__ = [
     "load_plan",
     "measure",
     "plan",
+    "search",
     "trace",
     "verify",
 ]
@@ -118,7 +122,8 @@ def compile(
     Args:
         model: An ordinary module; it is not modified. On the meta device it is initialised by
             the ``reset_parameters`` of its modules.
-        cluster: The cluster; must have as many devices as the job has ranks.
+        cluster: The cluster; must have as many devices as the job has ranks. With one, and neither
+            a plan, a strategy nor a map of factors, the best plan is searched for.
         example_inputs: Arguments of one call with the global batch, to compile at once.
         example_kwargs: Its keyword arguments.
         loss_fn: ``loss_fn(outputs, *args, *kwargs.values())``, when the model does not return
@@ -172,11 +177,144 @@ def compile(
             strict=strict,
             seed=seed,
             check_finite=check_finite,
+            planner=None
+            if plan is not None
+            else _planner(comm, spec, _mesh(mesh), constraints, optimizer),
         ),
     )
     if example_inputs is not None or example_kwargs is not None:
         compiled.build(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return compiled
+
+
+def _searched(
+    cluster: ClusterSpec | None, constraints: str | Mapping[str, object] | None
+) -> dict[str, Any] | None:
+    """Constraints that a search keeps; None if they say how to plan without one."""
+    if isinstance(constraints, str):
+        constraints = split_text(constraints)
+    given = dict(constraints or {})
+    named = given.pop("strategy", None)
+    if named == SEARCH or (named is None and cluster is not None and set(given) <= set(FIXABLE)):
+        return given
+    return None
+
+
+def _planner(
+    comm: Communicator,
+    cluster: ClusterSpec | None,
+    mesh: Mesh | None,
+    constraints: str | Mapping[str, object] | None,
+    optimizer: object,
+) -> Callable[[Traced], Plan] | None:
+    """How ranks agree on a plan that is searched for; None if it is made in another way."""
+    kept = _searched(cluster, constraints)
+    if kept is None:
+        return None
+
+    def search_once(traced: Traced) -> Plan:
+        spec = cluster or ClusterSpec.local(comm.world_size)
+        made: tuple[str, object] | None = None
+        if comm.rank == 0:  # a search that runs out of time ends elsewhere on every rank
+            try:
+                name = optimizer if isinstance(optimizer, str) else "adamw"
+                made = ("plan", _find(traced, spec, mesh, kept, name, Request()).plan.to_json())
+            except AutoparError as error:
+                made = ("error", error)
+        kind, value = comm.gather_objects(made)[0]
+        if kind == "error":
+            raise value
+        return Plan.from_json(value)
+
+    return search_once
+
+
+def _find(
+    traced: Traced,
+    cluster: ClusterSpec,
+    mesh: Mesh | None,
+    kept: Mapping[str, Any],
+    optimizer: str,
+    request: Request,
+) -> Found:
+    if traced.loss is None:
+        raise PlanError(
+            "a search needs the model's loss",
+            expected="a model that returns a scalar, or loss_fn",
+            fix="pass loss_fn, or name a strategy such as constraints='ddp'",
+            where="loss_fn",
+        )
+    found = find(
+        traced.graph,
+        traced.loss,
+        cluster,
+        mesh=mesh,
+        constraints=kept,
+        request=request,
+        optimizer=optimizer,
+        memory_known=_memory_is_known(cluster),
+        notes=traced.notes,
+    )
+    refuse_unkeyed_random(traced.graph, found.sharded.factors, cluster.num_devices)
+    return found
+
+
+def search(
+    model: nn.Module,
+    cluster: ClusterSpec | str | int,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    mesh: Mesh | str | Mapping[str, int] | None = None,
+    constraints: str | Mapping[str, object] | None = None,
+    optimizer: str = "adamw",
+    strategy: str = "exact",
+    effort: str = "normal",
+    time_limit_s: float | None = None,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+) -> Found:
+    """Search for the best plan of `model` on a cluster one need not have.
+
+    Args:
+        model: The module; its parameters may be on the meta device.
+        cluster: The cluster.
+        args: Arguments of one call with the global batch.
+        kwargs: Its keyword arguments.
+        loss_fn: See `compile`.
+        mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
+        constraints: What else to keep: ``microbatches``, ``schedule``, ``chunks``, ``zero``,
+            ``recompute``.
+        optimizer: Name of the optimizer.
+        strategy: ``exact``, ``expert``, ``mcmc``, ``rl`` or, for small problems, ``exhaustive``.
+        effort: ``normal`` stops at a proven gap of 1 %, ``high`` at 0.5 %.
+        time_limit_s: Seconds after which to stop with what there is.
+        seed: Of strategies that draw numbers.
+        on_progress: Called with a line about what is going on.
+
+    Returns:
+        The plan, what it takes, the runners-up, and a certificate of how good it is.
+
+    Raises:
+        PlanError: If no plan fits, with what would.
+    """
+    _check_call(args, kwargs, ("args", "kwargs"))
+    traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
+    spec = _cluster(cluster)
+    assert spec is not None
+    kept = _searched(spec, constraints)
+    if kept is None:
+        raise PlanError(
+            "the constraints name a strategy or say what axes split, and leave nothing to search",
+            expected="some of " + ", ".join(FIXABLE),
+            where="constraints",
+        )
+    request = Request(
+        strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
+        on_progress=on_progress,
+    )  # fmt: skip
+    return _find(traced, spec, _mesh(mesh), kept, optimizer, request)
 
 
 def plan(
@@ -194,7 +332,8 @@ def plan(
 
     Args:
         model: The module; its parameters may be on the meta device.
-        cluster: The cluster; by default as many devices as `mesh` has ranks, or one.
+        cluster: The cluster; by default as many devices as `mesh` has ranks, or one. With one, and
+            neither a strategy nor a map of factors, the best plan is searched for (see `search`).
         args: Arguments of one call with the global batch.
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
@@ -238,6 +377,11 @@ def plan_and_predict(
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
+    kept = _searched(spec, constraints)
+    if kept is not None and traced.loss is not None:
+        spec = spec or ClusterSpec.local(axes.size if axes is not None else 1)
+        found = _find(traced, spec, axes, kept, "adamw", Request())
+        return found.plan, found.prediction if _memory_is_known(spec) else None
     if axes is None:
         axes = default_mesh(strategy_name(constraints), spec.num_devices if spec else 1)
     elif spec is not None:

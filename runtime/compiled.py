@@ -29,7 +29,11 @@ from autopar.trace import Traced, trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """What `autopar.compile` was asked for; see there."""
+    """What `autopar.compile` was asked for; see there.
+
+    Attributes:
+        planner: Makes the plan, on all ranks at the same time; None to follow the constraints.
+    """
 
     loss_fn: Callable[..., Any] | None = None
     optimizer: str | type[torch.optim.Optimizer] | Factory | None = "adamw"
@@ -41,6 +45,7 @@ class CompileOptions:
     seed: int = 0
     check_finite: bool = True
     float64: bool = False
+    planner: Callable[[Traced], Plan] | None = None
 
 
 def make_placements(
@@ -57,6 +62,12 @@ def make_placements(
         sharded = apply_plan(options.plan, traced.graph)
         refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
         return options.plan, sharded
+    if options.planner is not None and traced.loss is not None:
+        plan = options.planner(traced)
+        plan.device_mesh.check_world_size(world_size)
+        sharded = apply_plan(plan, traced.graph)
+        refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
+        return plan, sharded
     mesh = options.mesh or default_mesh(strategy_name(options.constraints), world_size)
     mesh.check_world_size(world_size)
     plan, sharded = make_plan(

@@ -67,19 +67,29 @@ def load_object(target: str) -> Any:
     return value
 
 
-def load_model(target: str) -> LoadedModel:
+def load_model(target: str, *, batch: int | None = None, seq: int | None = None) -> LoadedModel:
     """Call the function that `target` names and check what it returns.
 
     Args:
         target: The name of a preset (`autopar.presets`), or see `load_object`; the function takes
             no arguments and returns ``(model, args, kwargs)`` or a dict with ``model`` and
             optionally ``args``, ``kwargs``, ``loss_fn``.
+        batch: Samples of the call of a preset.
+        seq: Tokens of each.
 
     Raises:
         InputError: If the function cannot be found, fails, or returns something else.
     """
+    for name, value in (("batch", batch), ("sequence length", seq)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} {value}", expected="a whole number from 1")
     if target in presets.PRESETS:
-        return as_loaded_model(presets.build(target), target)
+        return as_loaded_model(presets.build(target, batch=batch, seq=seq), target)
+    if batch is not None or seq is not None:
+        raise InputError(
+            f"a batch or a sequence length is given for {target}, which is no preset",
+            expected="a preset, or a function that makes inputs of the sizes wanted",
+        )
     if ":" not in target:
         raise InputError(
             f"cannot read {target!r}", expected=f"{_FORMS}, or a preset {presets.similar(target)}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,62 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help='"full", "selective" or a pattern over ops: what backward computes again',
     )
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the call of a preset."""
+    parser.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="samples of a step, for a preset"
+    )
+    parser.add_argument("--seq-len", type=int, metavar="S", help="tokens per sample, for a preset")
+
+
+def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any]] | None:
+    """The mesh and the constraints that a search keeps; None if there is nothing to search.
+
+    A search takes place if a cluster is given, or one is asked for, and neither a strategy nor a
+    map of factors says how to plan.
+
+    Raises:
+        AutoparError: If the options cannot be read.
+    """
+    wanted = options.search is not None or options.cluster is not None
+    if not wanted or (options.strategy not in (None, "search")) or options.constraints:
+        if options.search is not None:
+            raise InputError(
+                "--search is given, and a strategy or constraints say how to plan",
+                expected="one of them; a search keeps --mesh, "
+                + ", ".join(f"--{n}" for n in EXTRAS),
+            )
+        return None
+    kept = _with_extras(None, options)
+    assert not isinstance(kept, str)
+    mesh = Mesh.parse(options.mesh) if options.mesh else None
+    if options.cluster:
+        cluster = _read_cluster(options.cluster)
+        if mesh is not None:
+            mesh.check_world_size(cluster.num_devices)
+    return mesh, kept or {}
+
+
+class Progress:
+    """A line on a terminal that says how far a search is; silent elsewhere."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+        self.last_s = 0.0
+
+    def __call__(self, line: str) -> None:
+        """Show a line, a few times a second."""
+        now = time.monotonic()
+        if self.shown and now - self.last_s > 0.2:
+            self.last_s = now
+            print(f"\r{line[:78]:<78}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.shown and self.last_s:
+            print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
 
 
 def read_choices(options: argparse.Namespace) -> tuple[Mesh, str | dict[str, Any] | None]:

@@ -7,17 +7,44 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
 from autopar.errors import PlanError
+
+if TYPE_CHECKING:
+    from autopar.cost_models.evaluate import Prediction
+    from autopar.plan.plan import Plan
+    from autopar.runtime.loader import LoadedModel
+    from autopar.search.result import SearchResult
+    from autopar.sharding.mesh import Mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("model", metavar="MODEL", help=shared.MODEL_HELP)
     shared.add_choices(parser)
+    shared.add_sizes(parser)
     parser.add_argument(
         "--strict", action="store_true", help="refuse operators that have no sharding rule"
+    )
+    parser.add_argument(
+        "--search",
+        metavar="HOW",
+        help="exact (default with a cluster and no strategy), expert, mcmc, rl, or exhaustive",
+    )
+    parser.add_argument(
+        "--effort",
+        choices=("normal", "high"),
+        default="normal",
+        help="proven distance from the best plan at which a search stops: 1 %% or 0.5 %%",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="seconds after which a search stops anyway"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of searches that draw numbers")
+    parser.add_argument(
+        "--top", type=int, default=3, metavar="K", help="runners-up to print (default: 3)"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON)")
     shared.add_json(parser)
@@ -25,15 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, save, print."""
-    mesh, constraints = shared.read_choices(options)  # before torch is imported
+    kept = shared.read_search(options)  # before torch is imported
+    mesh, constraints = (None, None) if kept is not None else shared.read_choices(options)
     if options.output:
         shared.check_writable(options.output)
 
     from autopar.runtime.loader import load_model
 
-    loaded = load_model(options.model)
+    loaded = load_model(options.model, batch=options.global_batch_size, seq=options.seq_len)
+    if kept is not None:
+        return _search(options, loaded, *kept)
     from autopar import api
-    from autopar.cost_models.explain import memory_tree, time_tree
 
     plan, found = api.plan_and_predict(
         loaded.model,
@@ -45,17 +74,7 @@ def run(options: argparse.Namespace) -> int:
         constraints=constraints,
         strict=options.strict,
     )
-    if options.output:
-        plan.save(options.output)
-    if options.json:
-        print(plan.to_json(), end="")
-    else:
-        print(plan.summary())
-        if found is not None:
-            lines = [*time_tree(found).lines(), *memory_tree(found).lines()]
-            print("predicted", *(f"  {line}" for line in lines), sep="\n")
-        if options.output:
-            print(f"saved to {options.output}", file=sys.stderr)
+    _write(options, plan, found, [])
     try:
         if found is not None:
             found.refuse_unless_fits()
@@ -63,3 +82,72 @@ def run(options: argparse.Namespace) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _search(
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    mesh: Mesh | None,
+    kept: dict[str, Any],
+) -> int:
+    """Search, save, print; Ctrl-C ends the search with the best plan so far."""
+    from autopar import api
+
+    progress = shared.Progress()
+    try:
+        found = api.search(
+            loaded.model,
+            options.cluster or "4xcpu",
+            loaded.args,
+            loaded.kwargs,
+            loss_fn=loaded.loss_fn,
+            mesh=mesh,
+            constraints=kept,
+            strategy=options.search or "exact",
+            effort=options.effort,
+            time_limit_s=options.time_limit,
+            seed=options.seed,
+            on_progress=progress,
+        )
+    except PlanError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        progress.end()
+    _write(options, found.plan, found.prediction, _runners_up(found.result, options.top))
+    return 0
+
+
+def _runners_up(result: SearchResult, count: int) -> list[str]:
+    """The best other plans, and why they lost."""
+    assert result.best is not None
+    lines = []
+    for item in result.alternatives[:count]:
+        slower = item.step_s / result.best.step_s - 1
+        lines.append(f"  {item.candidate.point.text()}: {item.step_s:.4g} s, {slower:+.1%}")
+    proof = result.certificate
+    if proof.bound_s > 0:
+        reasons = ", ".join(f"{count:,} by {name}" for name, count in proof.pruned.items() if count)
+        lines.append(f"no plan takes less than {proof.bound_s:.4g} s (proven for: {proof.space})")
+        lines.append(f"{proof.points:,} points; ruled out {reasons}")
+    return ["runners-up (predicted)", *lines] if lines else []
+
+
+def _write(
+    options: argparse.Namespace, plan: Plan, found: Prediction | None, more: list[str]
+) -> None:
+    if options.output:
+        plan.save(options.output)
+    if options.json:
+        print(plan.to_json(), end="")
+    else:
+        from autopar.cost_models.explain import memory_tree, time_tree
+
+        print(plan.summary())
+        if found is not None:
+            lines = [*time_tree(found).lines(), *memory_tree(found).lines()]
+            print("predicted", *(f"  {line}" for line in lines), sep="\n")
+        for line in more:
+            print(line)
+        if options.output:
+            print(f"saved to {options.output}", file=sys.stderr)

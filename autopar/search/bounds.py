@@ -49,17 +49,13 @@ class _Totals:
     Attributes:
         seconds: Of the fastest option, shape (phases, parts, 1).
         saved_bytes: Of the option with least.
-        weight_bytes: Of all weights.
-        trained_bytes: Of those that are trained.
-        state_bytes: Of optimizer state.
+        held: Of all weights, of those that are trained, and of optimizer state.
         trained_each: Of each parameter that is trained.
     """
 
     seconds: Floats
     saved_bytes: float
-    weight_bytes: float
-    trained_bytes: float
-    state_bytes: float
+    held: tuple[float, float, float]
     trained_each: Floats
 
 
@@ -76,7 +72,6 @@ class Bounds:
     exchange: Exchange = field(init=False)
     _totals: dict[object, _Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
-    _rooms: dict[str, float] = field(default_factory=dict)
     _helds: dict[object, float] = field(default_factory=dict)
     _wholes: dict[object, float] = field(default_factory=dict)
     _groups: dict[Point, float] = field(default_factory=dict)
@@ -108,9 +103,7 @@ class Bounds:
         return _Totals(
             seconds=table.seconds[-1].sum(axis=-1, keepdims=True),
             saved_bytes=float(table.saved_bytes.sum(axis=-1).min()),
-            weight_bytes=float(weight.sum()),
-            trained_bytes=float(trained.sum()),
-            state_bytes=float(state.sum()),
+            held=(float(weight.sum()), float(trained.sum()), float(state.sum())),
             trained_each=trained,
         )
 
@@ -129,6 +122,10 @@ class Bounds:
         share = self.problem.samples(point) / self.problem.samples(largest)
         return self._cheap(point, totals, share)
 
+    def largest(self, point: Point) -> Point:
+        """The point of the largest microbatch that places the model alike, if known."""
+        return self._largest.get((point.tensor, point.role), point)
+
     def know_largest(self, points: list[Point]) -> None:
         """Note the largest microbatch of every way to place the model."""
         for point in points:
@@ -145,7 +142,7 @@ class Bounds:
 
     def _cheap(self, point: Point, totals: _Totals, share: float) -> float:
         saved = totals.saved_bytes * share * (LINEAR if share < 1 else 1.0)
-        if self._held(point, totals) + saved > self._room(point):
+        if self.held(point, totals) + saved > self._room(point):
             return math.inf
         took = self._microbatch(point, totals, share)
         ranks, microbatches = point.pipeline, point.microbatches
@@ -158,21 +155,15 @@ class Bounds:
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""
         if self.problem.cluster.is_uniform:
-            return point.pipeline * self._room_of(self.problem.device)
-        return sum(self._room_of(device) for device in self.problem.devices(point))
+            return point.pipeline * self.problem.room_bytes(self.problem.device)
+        return sum(map(self.problem.room_bytes, self.problem.devices(point)))
 
-    def _room_of(self, device: Device) -> float:
-        if device.name not in self._rooms:
-            self._rooms[device.name] = self.problem.room_bytes(device)
-        return self._rooms[device.name]
-
-    def _held(self, point: Point, totals: _Totals) -> float:
+    def held(self, point: Point, totals: _Totals) -> float:
+        """Bytes of parameters, gradients and optimizer state of the whole model on a pipeline."""
         key = (point.tensor, point.role, point.zero, point.data)
         if key not in self._helds:
-            self._helds[key] = held_bytes(
-                totals.weight_bytes, totals.trained_bytes, totals.state_bytes, point.zero,
-                point.data,
-            )  # fmt: skip
+            weight, trained, state = totals.held
+            self._helds[key] = held_bytes(weight, trained, state, point.zero, point.data)
         return self._helds[key]
 
     def _microbatch(self, point: Point, totals: _Totals, share: float) -> float:

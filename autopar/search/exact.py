@@ -133,9 +133,16 @@ def search(
             complete = bound >= state.limit
             state.push(bound, level, point)
             break
-        state.look(bound, level, point)
-        if on_progress is not None:
-            on_progress(state.line(bound))
+        try:
+            state.look(bound, level, point)
+            if on_progress is not None:
+                on_progress(state.line(bound))
+        except KeyboardInterrupt:  # the best so far is better than nothing
+            if state.best is None:
+                raise
+            complete = False
+            state.push(bound, level, point)
+            break
     state.pruned["bound"] += len(state.open)
     lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
     return SearchResult(

@@ -126,7 +126,7 @@ class Problem:
         self.options = options
         self.policies = tuple(policy_nodes(graph, name) for name in options)
         self.space = self._space(allowed or {})
-        self.exact_data = any(node.op in STATISTICS for node in graph.nodes)
+        self.exact_data = not self.space.microbatched
         self.parameters = Parameters.of(graph, self.units, self.software)
         self.device = cluster.hardware(0)
         self._known = _Known()
@@ -150,8 +150,23 @@ class Problem:
             units=self.units.count,
             roles=roles,
             tensor_limit=self._tensor_limit(names),
+            microbatched=self._microbatched(batch),
             allowed=allowed,
         )
+
+    def _microbatched(self, batch: int) -> bool:
+        """Whether the model can be computed in microbatches, and is then the same.
+
+        Statistics of a batch (batch norm) would become those of a microbatch.
+        """
+        if any(node.op in STATISTICS for node in self.graph.nodes):
+            return False
+        least = next((n for n in range(2, batch + 1) if batch % n == 0), 1)
+        try:
+            self.evaluator.place(Point(microbatches=least).plan())
+        except PlanError:
+            return False
+        return True
 
     def _tensor_limit(self, names: set[str]) -> int:
         """The largest tensor axis: the devices of a node, or those of its fastest domain."""

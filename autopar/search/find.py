@@ -1,0 +1,225 @@
+"""The door to the search: from a graph and a cluster to the best plan, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.evaluate import Prediction, Software
+from autopar.errors import InputError, PlanError
+from autopar.graph.ir import Graph
+from autopar.plan.extras import POLICIES
+from autopar.plan.plan import Plan
+from autopar.registry import Registry
+from autopar.search import exact, exhaustive, expert, mcmc, rl
+from autopar.search.finish import certificate_note, finish
+from autopar.search.infeasible import explain_infeasible
+from autopar.search.problem import OPTIONS, Problem
+from autopar.search.result import SearchResult
+from autopar.sharding.factors import infer_factors
+from autopar.sharding.mesh import Mesh
+from autopar.sharding.sharded import ShardedGraph
+
+GAPS = {"normal": 0.01, "high": 0.005}
+"""Proven distance from the optimum at which a search stops, by effort."""
+LIMITS_S = {"normal": 60.0, "high": 180.0}
+"""Seconds after which a search stops anyway, by effort."""
+FIXABLE = ("microbatches", "schedule", "chunks", "zero", "recompute")
+"""Constraints beside a mesh that a search takes and chooses the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """How to search.
+
+    Attributes:
+        strategy: Name of a strategy.
+        effort: A key of `GAPS`.
+        time_limit_s: Seconds after which to stop with what there is; by effort by default.
+        seed: Of strategies that draw numbers.
+        on_progress: Called with a line about what is going on.
+    """
+
+    strategy: str = "exact"
+    effort: str = "normal"
+    time_limit_s: float | None = None
+    seed: int = 0
+    on_progress: Callable[[str], None] | None = None
+
+
+STRATEGIES = Registry[Callable[[Problem, Request], SearchResult]](
+    "search strategy", error=InputError
+)
+
+
+def _limit_s(request: Request) -> float:
+    return LIMITS_S[request.effort] if request.time_limit_s is None else request.time_limit_s
+
+
+def _exact(problem: Problem, request: Request) -> SearchResult:
+    return exact.search(
+        problem, gap=GAPS[request.effort], time_limit_s=_limit_s(request),
+        on_progress=request.on_progress,
+    )  # fmt: skip
+
+
+def _random(
+    search: Callable[..., SearchResult], problem: Problem, request: Request
+) -> SearchResult:
+    return search(problem, seed=request.seed, time_limit_s=_limit_s(request))
+
+
+STRATEGIES.add("exact", _exact)
+STRATEGIES.add("expert", lambda problem, r: expert.search(problem, time_limit_s=_limit_s(r)))
+STRATEGIES.add(
+    "exhaustive", lambda problem, r: exhaustive.search(problem, time_limit_s=_limit_s(r))
+)
+STRATEGIES.add("mcmc", partial(_random, mcmc.search))
+STRATEGIES.add("rl", partial(_random, rl.search))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan that was searched for.
+
+    Attributes:
+        plan: The plan.
+        sharded: The placements that it stands for.
+        prediction: What it takes.
+        result: The search.
+    """
+
+    plan: Plan
+    sharded: ShardedGraph
+    prediction: Prediction
+    result: SearchResult
+
+
+def find(
+    graph: Graph,
+    loss: str | None,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    request: Request | None = None,
+    optimizer: str = "adamw",
+    memory_known: bool = True,
+    notes: tuple[str, ...] = (),
+) -> Found:
+    """Search for the best plan.
+
+    Args:
+        graph: A canonical graph.
+        loss: Name of its loss.
+        cluster: The cluster; all its devices are used.
+        mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
+        constraints: Values of `FIXABLE` to keep; the rest is chosen.
+        request: How to search.
+        optimizer: Name of the optimizer.
+        memory_known: Whether the cluster's memory is more than a guess, and so a limit.
+        notes: Notes of the trace, for the plan.
+
+    Raises:
+        PlanError: If no plan fits, with what would; or if a constraint cannot be kept.
+    """
+    request = request or Request()
+    if request.effort not in GAPS:
+        raise InputError(f"effort {request.effort!r}", expected="one of " + ", ".join(GAPS))
+    strategy = STRATEGIES[request.strategy]
+    allowed, options = _allowed(mesh, constraints or {})
+    problem = Problem(
+        graph,
+        loss,
+        cluster,
+        software=Software.of(cluster.hardware(0), optimizer),
+        allowed=allowed,
+        options=options,
+        memory_bytes=None if memory_known else _UNKNOWN_BYTES,
+    )
+    if not any(True for _ in problem.space.points()):
+        raise _empty(problem, allowed)
+    result = strategy(problem, request)
+    if result.best is None:
+        raise explain_infeasible(problem, result)
+    candidate = result.best.candidate
+    plan, sharded = finish(
+        problem, candidate, infer_factors(graph), (*notes, certificate_note(result))
+    )
+    return Found(plan=plan, sharded=sharded, prediction=problem.predict(candidate), result=result)
+
+
+_UNKNOWN_BYTES = 2**60
+
+
+def _allowed(
+    mesh: Mesh | None, constraints: Mapping[str, Any]
+) -> tuple[dict[str, tuple[object, ...]], tuple[str, ...]]:
+    """Fields of points that are fixed, and policies of recomputation."""
+    allowed: dict[str, tuple[object, ...]] = {}
+    if mesh is not None:
+        sizes = dict(mesh.axes)
+        unknown = sorted(set(sizes) - {"pp", "dp", "tp"})
+        if unknown:
+            raise PlanError(
+                f"a search cannot fill mesh axis {unknown[0]!r}",
+                expected="axes pp, dp and tp, or constraints that say what each axis splits",
+                where="mesh",
+            )
+        for axis, name in (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor")):
+            allowed[name] = (sizes.get(axis, 1),)
+    for name, value in constraints.items():
+        if name not in FIXABLE:
+            raise PlanError(
+                f"a search cannot keep constraint {name!r}",
+                expected="a mesh, or some of " + ", ".join(FIXABLE),
+                where=f"constraints[{name!r}]",
+            )
+        if name != "recompute":
+            allowed[name] = (value,)
+    policy = constraints.get("recompute")
+    if policy is None:
+        return allowed, OPTIONS
+    if policy not in POLICIES:
+        raise PlanError(
+            f"a search cannot keep recompute={policy!r}",
+            expected="one of " + ", ".join(POLICIES),
+            where="constraints['recompute']",
+        )
+    return allowed, (str(policy),)
+
+
+def _empty(problem: Problem, allowed: Mapping[str, tuple[object, ...]]) -> PlanError:
+    """Why no point is left."""
+    free = replace(problem.space, allowed={})
+    kept: dict[str, tuple[object, ...]] = {}
+    for name, values in allowed.items():
+        kept[name] = values
+        if not any(True for _ in replace(free, allowed=kept).points()):
+            found = sorted(
+                {
+                    getattr(point, name)
+                    for point in replace(
+                        free, allowed={k: v for k, v in kept.items() if k != name}
+                    ).points()
+                }
+            )
+            return PlanError(
+                f"no plan on {problem.cluster} of global batch {problem.space.batch} has"
+                f" {name} {values[0]!r}",
+                expected="one of " + ", ".join(map(str, found[:20])) if found else None,
+                where=f"constraints[{name!r}]",
+            )
+    return PlanError(
+        f"{problem.space.num_devices} devices cannot share a global batch of"
+        f" {problem.space.batch} samples",
+        expected="at most as many data-parallel ranks as samples",
+        fix="take a larger batch or fewer devices",
+        where="cluster",
+    )
+
+
+__all__ = ["FIXABLE", "GAPS", "LIMITS_S", "STRATEGIES", "Found", "Request", "find"]
