@@ -11,7 +11,9 @@ import linecache
 import operator
 from collections import defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
+from types import CodeType
 from typing import Any
 
 import torch
@@ -40,11 +42,8 @@ def generate(program: Program, comm: Communicator) -> Boxed:
     """
     writer = _Writer(program, comm)
     source = writer.text()
-    file = f"<autopar program {next(_NUMBERS)}: {program.name}>"
     scope = writer.scope
-    exec(compile(source, file, "exec"), scope)
-    # For tracebacks and debuggers.
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(_code(source, program.name), scope)
     body: Boxed = scope["program"]
 
     def run(values: list[Any]) -> list[Any]:
@@ -54,6 +53,15 @@ def generate(program: Program, comm: Communicator) -> Boxed:
     run.source = source  # type: ignore[attr-defined]
     run.__name__ = program.name
     return run
+
+
+@lru_cache(maxsize=128)
+def _code(source: str, name: str) -> CodeType:
+    """Python's code for a text; ranks that are threads mostly have the same."""
+    file = f"<autopar program {next(_NUMBERS)}: {name}>"
+    # For tracebacks and debuggers.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    return compile(source, file, "exec")
 
 
 class _Writer:

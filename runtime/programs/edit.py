@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.runtime.handles import Done
-from autopar.runtime.programs import kinds, ops
+from autopar.runtime.programs import fakes, kinds, ops
 from autopar.runtime.programs.check import check
 from autopar.runtime.programs.program import Program, Slot
 
@@ -120,11 +120,24 @@ class Editor:
         """The fake result of a call; of the start of a collective, what `ops.wait` will return."""
         if target is ops.wait:  # the value of a handle is the result that it will have
             return args[0].meta["val"]
-        args = fx.node.map_arg(args, lambda node: node.meta["val"])
-        kwargs = fx.node.map_arg(kwargs, lambda node: node.meta["val"])
+        memo = fakes.Memo(self.mode)
+
+        def value_of(node: fx.Node) -> Any:
+            value = node.meta["val"]
+            memo.note(value)
+            return value
+
+        args = fx.node.map_arg(args, value_of)
+        kwargs = fx.node.map_arg(kwargs, value_of)
+        call = memo.key(target, args, kwargs)
+        found = None if call is None else memo.recall(*call)
+        if found is not None:
+            return found
         # The fakes of parameters may say that they require gradients.
         with self.mode, torch.no_grad():
             value = target(*args, **kwargs)
+        if call is not None:
+            memo.learn(*call, value)
         return value.wait() if isinstance(value, Done) else value
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.immutable_collections import immutable_list
 
 DEVICE = torch.ops.prim.device.default
 _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _PLAIN = (bool, float, str, type(None), torch.dtype, torch.device, torch.layout)
+_SEQUENCES = frozenset((list, tuple, torch.Size, immutable_list))
 _LIMIT = 50_000
 
 Look = tuple[Any, ...]
@@ -116,8 +118,8 @@ class Memo:
                     raise _Unknown
                 tensors.append(value)
                 found.append(seen)
-            elif kind is list or kind is tuple or kind is torch.Size:
-                found.append((kind is list, self._parts(value, tensors)))
+            elif kind in _SEQUENCES:
+                found.append((issubclass(kind, list), self._parts(value, tensors)))
             elif kind in _PLAIN or kind is torch.memory_format:
                 found.append((kind, value))  # 1, 1.0 and True are not the same
             else:
