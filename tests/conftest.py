@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from hypothesis import Phase, settings
 
 from autopar.runtime.launch import LocalRanks
 
+# Every run tries the same examples, so that it fails only by what was changed. A failing example is
+# shown as it was found: making one smaller that traces a model takes longer than all tests do.
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    phases=(Phase.explicit, Phase.generate),
+)
+# ``--hypothesis-profile=random``: other examples in every run, and a failing one is made small.
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("suite")
+
 # The files that take longest start first, so that the workers end together.
 LONGEST = (
-    "test_families", "test_cases", "test_injected_bugs", "test_fuzz", "test_pipeline_matrix",
-    "test_memory", "test_pipeline_cases", "test_cli_models", "test_examples", "test_cases_random",
-    "test_comm", "test_pipeline_fuzz", "test_compiled", "test_dryrun", "test_repeat",
+    "test_families", "test_fuzz", "test_examples", "test_cases", "test_pipeline_matrix",
+    "test_memory", "test_pipeline_cases", "test_dryrun", "test_comm", "test_injected_bugs",
+    "test_cli_models", "test_cases_random", "test_repeat", "test_compiled", "test_pipeline_fuzz",
+    "test_rules", "test_comm_async", "test_cases_training", "test_pipeline_async", "test_zero",
 )  # fmt: skip
+
+
+def pytest_configure() -> None:
+    """One thread each for workers and for the scripts they start: together they fill the cores."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -187,8 +187,12 @@ def directed(count: int, start: int, turns: Turns, result: Campaign) -> Iterator
 def share(count: int, start: int, turns: Turns) -> Campaign:
     """The part of a campaign that one process runs."""
     torch.set_num_threads(1)
-    gc.set_threshold(10_000, 20, 50)  # see tests/conftest.py
     result = Campaign(models=tuple(dict.fromkeys(turns)))
+    for name in result.models:
+        reference(name)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)  # see tests/conftest.py
     return campaign(directed(count, start, turns, result), result)
 
 

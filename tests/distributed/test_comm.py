@@ -302,7 +302,7 @@ def test_ranks_report_while_they_run(ranks2: LocalRanks):
 
 @pytest.mark.distributed
 def test_pool_failures_are_named_and_leave_nobody():
-    with LocalRanks(3, timeout_s=60.0, threads=1) as pool:
+    with LocalRanks(2, timeout_s=60.0, threads=1) as pool:
         first = pool.run(process_id)
         with pytest.raises(RankError, match="rank 1 failed: ValueError: by design") as caught:
             pool.run(fail_on_one)

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from autopar.sharding.mesh import Mesh
 from tests.distributed.fuzz import run
 from tests.distributed.fuzz_bugs import BUGS
 from tests.distributed.fuzz_campaign import campaign, draw, reference
@@ -17,6 +18,9 @@ from tests.distributed.fuzz_shrink import Case, shrink, smallest
 
 MAX_PLANS = 12
 """A campaign of 150 plans gives every model at least 15."""
+
+SMALL = Mesh.parse("x=2")
+"""Programs are captured anew for every rank, and bugs of programs show on two."""
 
 MISFITS = ("AttributeError", "TypeError", "NameError", "KeyError")
 
@@ -29,7 +33,7 @@ def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
     for seed in range(MAX_PLANS):
         with monkeypatch.context() as patch:
             bug.inject(patch)
-            _, sharded = draw(wrong, seed, coverage)
+            _, sharded = draw(wrong, seed, coverage, SMALL if bug.programs else None)
             found, program = run(wrong, sharded, want, programs=bug.programs)
         if found:
             break
@@ -39,7 +43,7 @@ def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
         pytest.fail(f"{MAX_PLANS} plans do not notice it")
     # A wrong value, or shapes that do not meet; not a mistake that no longer fits the code.
     assert not any(word in item.name for item in found for word in MISFITS), found[0]
-    _, sharded = draw(right, seed, coverage)
+    _, sharded = draw(right, seed, coverage, SMALL if bug.programs else None)
     assert not run(right, sharded, want)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from dataclasses import dataclass
 
@@ -102,8 +103,13 @@ def measure_step(comm: Communicator, plan_text: str) -> Measured:
     return Measured(resident_bytes=resident_bytes, peak_bytes=min(peaks), traffic=traffic)
 
 
+@functools.cache
+def traced_model() -> Traced:
+    return trace(model(), batch(), {}, None)
+
+
 def planned(mesh: str, constraints: str) -> tuple[Traced, Plan]:
-    traced = trace(model(), batch(), {}, None)
+    traced = traced_model()
     plan, _ = make_plan(traced.graph, Mesh.parse(mesh), constraints, notes=traced.notes)
     return traced, plan
 

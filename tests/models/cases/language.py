@@ -221,9 +221,11 @@ class Decoder(nn.Module):
         return self.logits(h)
 
 
-def decoder() -> Case:
+def decoder(layers: int = 2) -> Case:
     torch.manual_seed(0)
-    return Case(model=Decoder(), args=(torch.randint(0, 32, (10, 6)),), loss=next_token)
+    return Case(
+        model=Decoder(layers=layers), args=(torch.randint(0, 32, (10, 6)),), loss=next_token
+    )
 
 
 class Widths(nn.Module):
