@@ -214,7 +214,7 @@ def _planner(
 
     def search_once(traced: Traced) -> Plan:
         spec = cluster or ClusterSpec.local(comm.world_size)
-        made: tuple[str, object] | None = None
+        made: Any = None
         if comm.rank == 0:  # a search that runs out of time ends elsewhere on every rank
             try:
                 name = optimizer if isinstance(optimizer, str) else "adamw"

@@ -26,7 +26,7 @@ from autopar.search.stage_cut import (
     after_backward,
     cheapest_sum,
     durations,
-    fill,
+    fill_all,
     least_bottleneck,
     least_chain,
     stage_bound,
@@ -72,14 +72,15 @@ class Bounds:
     exchange: Exchange = field(init=False)
     _totals: dict[object, _Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
-    _helds: dict[object, float] = field(default_factory=dict)
     _wholes: dict[object, float] = field(default_factory=dict)
-    _groups: dict[Point, float] = field(default_factory=dict)
+    _uniform_room: float | None = None
     _under_way: dict[object, list[float]] = field(default_factory=dict)
     _extra: dict[object, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.problem)
+        if self.problem.cluster.is_uniform:
+            self._uniform_room = self.problem.room_bytes(self.problem.device)
 
     # Level 0: the whole model over the ranks
 
@@ -107,10 +108,14 @@ class Bounds:
             trained_each=trained,
         )
 
-    def scaled(self, point: Point) -> float:
+    def scaled(self, point: Point, *, lightest: bool = False) -> float:
         """A bound from the largest microbatch of points alike.
 
         Kernels of fewer samples, and messages of fewer bytes, are not faster per sample.
+
+        Args:
+            point: The point.
+            lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
         """
         key = (point.tensor, point.role)
         largest = self._largest.get(key)
@@ -120,7 +125,7 @@ class Bounds:
         if totals is None:
             return math.inf
         share = self.problem.samples(point) / self.problem.samples(largest)
-        return self._cheap(point, totals, share)
+        return self._cheap(point, totals, share, lightest)
 
     def largest(self, point: Point) -> Point:
         """The point of the largest microbatch that places the model alike, if known."""
@@ -135,14 +140,20 @@ class Bounds:
             if before is None or samples > self.problem.samples(before):
                 self._largest[key] = point
 
-    def cheap(self, point: Point) -> float:
-        """Seconds that every plan of a point takes at least; infinite if none can fit."""
-        totals = self.totals(point)
-        return math.inf if totals is None else self._cheap(point, totals, 1.0)
+    def cheap(self, point: Point, *, lightest: bool = False) -> float:
+        """Seconds that every plan of a point takes at least; infinite if none can fit.
 
-    def _cheap(self, point: Point, totals: _Totals, share: float) -> float:
+        Args:
+            point: The point.
+            lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+        """
+        totals = self.totals(point)
+        return math.inf if totals is None else self._cheap(point, totals, 1.0, lightest)
+
+    def _cheap(self, point: Point, totals: _Totals, share: float, lightest: bool) -> float:
         saved = totals.saved_bytes * share * (LINEAR if share < 1 else 1.0)
-        if self.held(point, totals) + saved > self._room(point):
+        zero = 3 if lightest else point.zero
+        if self.held(point, totals, zero) + saved > self._room(point):
             return math.inf
         took = self._microbatch(point, totals, share)
         ranks, microbatches = point.pipeline, point.microbatches
@@ -154,17 +165,14 @@ class Bounds:
 
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""
-        if self.problem.cluster.is_uniform:
-            return point.pipeline * self.problem.room_bytes(self.problem.device)
+        if self._uniform_room is not None:
+            return point.pipeline * self._uniform_room
         return sum(map(self.problem.room_bytes, self.problem.devices(point)))
 
-    def held(self, point: Point, totals: _Totals) -> float:
+    def held(self, point: Point, totals: _Totals, zero: int) -> float:
         """Bytes of parameters, gradients and optimizer state of the whole model on a pipeline."""
-        key = (point.tensor, point.role, point.zero, point.data)
-        if key not in self._helds:
-            weight, trained, state = totals.held
-            self._helds[key] = held_bytes(weight, trained, state, point.zero, point.data)
-        return self._helds[key]
+        weight, trained, state = totals.held
+        return held_bytes(weight, trained, state, zero, point.data)
 
     def _microbatch(self, point: Point, totals: _Totals, share: float) -> float:
         """Seconds of forward and backward of the whole model."""
@@ -260,40 +268,65 @@ class Bounds:
         *,
         relaxed: bool,
         lightest: bool = False,
+        limit: float = math.inf,
     ) -> Stages | None:
         """Candidates with what fits; None if the model cannot be placed so.
 
         Args:
             point: The point.
             over: Bytes of each pipeline rank that are not in static and saved memory.
-            relaxed: See `fill`.
+            relaxed: See `fill_all`.
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+            limit: Seconds of a step; candidates of slower ones need not be found.
         """
         problem = self.problem
         devices = problem.devices(point)
-        places = schedule_of(point.plan()).stage_ranks
-        under_way = self.under_way(point)
+        places = np.array(schedule_of(point.plan()).stage_ranks)
+        under_way = np.array(self.under_way(point))
+        room = np.array([problem.room_bytes(device) for device in devices])
+        room = (room - np.array(over or (0.0,) * len(devices)))[places] / point.chunks
         by_device: dict[str, Intervals] = {}
-        for device in devices:
-            if device.name not in by_device:
-                table = problem.table(point, device)
-                if table is None:
-                    return None
-                by_device[device.name] = self.intervals(
-                    point, table, self.longest(point), lightest=lightest
-                )
-        known: dict[object, Filled] = {}
-        filled = []
-        for stage, rank in enumerate(places):
-            room = problem.room_bytes(devices[rank]) - (over[rank] if over else 0.0)
-            key = (under_way[stage], room, devices[rank].name)
-            if key not in known:
-                known[key] = fill(
-                    by_device[devices[rank].name], problem.software.speed,
-                    under_way[stage], room / point.chunks, relaxed=relaxed,
-                )  # fmt: skip
-            filled.append(known[key])
+        filled: list[Filled] = [_NOTHING] * point.num_stages
+        for device in {device.name: device for device in devices}.values():
+            table = problem.table(point, device)
+            if table is None:
+                return None
+            intervals = by_device[device.name] = self.intervals(
+                point, table, self.longest(point), lightest=lightest
+            )
+            mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
+            looked_at = self._window(point, intervals, mine, limit)
+            rows = np.arange(len(mine))
+            if looked_at is None:  # chunks of a rank are alike
+                keys = np.stack([under_way[mine], room[mine]])
+                _, mine_of, rows = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+            else:
+                mine_of = rows
+            made = fill_all(
+                intervals, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
+                relaxed=relaxed, looked_at=looked_at,
+            )  # fmt: skip
+            for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
+                filled[stage] = made[row]
         return Stages(by_device[devices[0].name], filled)
+
+    def _window(
+        self, point: Point, intervals: Intervals, stages: Ints, limit: float
+    ) -> NDArray[np.bool_] | None:
+        """Which candidates a stage of a 1F1B step below a limit may be.
+
+        No rank may work longer than the step, so that neither the stages before nor those behind
+        may have to hold too much.
+        """
+        if math.isinf(limit) or point.schedule != "1f1b" or point.pipeline == 1:
+            return None
+        most = limit / self.sharing() / point.microbatches * (1 + 1e-9)
+        forward, backward = self._fastest(point)
+        done = forward + backward
+        before, behind = done[intervals.start], done[-1] - done[intervals.stop]
+        own = done[intervals.stop] - before <= most
+        number = stages[:, None]
+        return own & (before <= number * most) & (behind <= (point.pipeline - 1 - number) * most)
 
     def under_way(self, point: Point) -> list[float]:
         """For every stage the microbatches whose saved memory is live at once, a chunk's share."""
@@ -354,18 +387,16 @@ class Bounds:
 
     # Level 1: the best cut
 
-    def group(self, point: Point) -> float:
+    def group(self, point: Point, limit: float = math.inf) -> float:
         """A bound that all ZeRO stages, and both orders of the axes, share.
 
         It takes memory of ZeRO-3, and nothing moves over the data axis.
-        """
-        alike = replace(point, zero=0, data_outside=False)
-        if alike not in self._groups:
-            self._groups[alike] = self._group(alike)
-        return self._groups[alike]
 
-    def _group(self, point: Point) -> float:
-        stages = self.stages(point, None, relaxed=True, lightest=True)
+        Args:
+            point: Any of them.
+            limit: Where the bound is not below it, it need not be exact.
+        """
+        stages = self.stages(point, None, relaxed=True, lightest=True, limit=limit)
         if stages is None:
             return math.inf
         intervals, count = stages.intervals, point.num_stages
@@ -375,7 +406,8 @@ class Bounds:
                 stage_bound(item, intervals, chain, stage, count)
                 for stage, item in enumerate(stages.filled)
             ]
-            return least_bottleneck(intervals, costs)[0] * self.sharing()
+            found = least_bottleneck(intervals, costs)[0] * self.sharing()
+            return max(found, limit) if math.isinf(found) and math.isfinite(limit) else found
         cut = self._even(stages)
         return math.inf if cut is None else self._worked(point, stages, cut) * self.sharing()
 
@@ -414,7 +446,7 @@ class Bounds:
             limit: Where the bound is not below it, it need not be exact.
             over: Bytes of each pipeline rank that are not in static and saved memory, if known.
         """
-        stages = self.stages(point, over, relaxed=True)
+        stages = self.stages(point, over, relaxed=True, limit=limit)
         if stages is None:
             return math.inf
         wires, sharing = Wires(self.problem.prices(point), "pp"), self.sharing()
@@ -504,3 +536,9 @@ class Stages:
 
     intervals: Intervals
     filled: list[Filled]
+
+
+_NOTHING = Filled(
+    forward_s=np.zeros(0), backward_s=np.zeros(0), low=np.zeros(0, np.int64),
+    high=np.zeros(0, np.int64), upgraded=np.zeros(0),
+)  # fmt: skip

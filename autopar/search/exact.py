@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.search.bounds import Bounds, Stages
 from autopar.search.problem import Candidate, Outcome, Problem
+from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck
@@ -48,6 +49,7 @@ class _State:
     best: Outcome | None = None
     found: list[Outcome] = field(default_factory=list)
     pruned: Counter[str] = field(default_factory=Counter)
+    tried: set[Point] = field(default_factory=set)
     gap: float = 0.0
     floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
     counter: int = 0
@@ -71,17 +73,22 @@ class _State:
 
     def look(self, bound: float, level: int, point: Point) -> None:
         """Tighten the bound of a point, or evaluate it."""
+        bounds = self.bounds
         if level == 0:
-            self.push(max(bound, self.bounds.cheap(point)), 1, point)
+            self.push(max(bound, bounds.cheap(point, lightest=True)), 1, point)
         elif level == 1:
-            self.push(max(bound, self.bounds.group(point)), 2, point)
+            found = max(bound, bounds.group(point, self.limit))
+            for member in self.problem.space.members(point):
+                if member not in self.tried:
+                    self.push(max(found, bounds.cheap(member)), 2, member)
         elif level == 2:
-            self.push(max(bound, self.bounds.cut(point, self.limit)), 3, point)
+            self.push(max(bound, bounds.cut(point, self.limit)), 3, point)
         else:
             self.evaluate(bound, point)
 
     def evaluate(self, bound: float, point: Point) -> None:
         """Price the best plan of a point, and see how much better another one could be."""
+        self.tried.add(point)
         outcome, over = best_candidate(self.problem, self.bounds, point)
         if outcome is None:
             self.pruned[LEVELS[4]] += 1
@@ -107,6 +114,7 @@ def search(
     *,
     gap: float = 0.0,
     time_limit_s: float = math.inf,
+    op_level: bool = False,
     on_progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Find the best plan.
@@ -115,17 +123,18 @@ def search(
         problem: The problem.
         gap: Stop as soon as no plan can be faster by more than this fraction.
         time_limit_s: Stop after so many seconds, with what there is.
+        op_level: Improve the best plan op by op, too, which takes its time on large meshes.
         on_progress: Called with a line about what is going on.
     """
     begun = time.monotonic()
     state = _State(problem, Bounds(problem), gap=gap)
-    points = list(problem.space.points())
-    state.bounds.know_largest(points)
-    first = {point: state.bounds.scaled(point) for point in points}
-    for point in _starts(state.bounds, first):
-        state.evaluate(first.pop(point), point)
-    for point, bound in first.items():
-        state.push(bound, 0, point)
+    groups = list(problem.space.groups())
+    state.bounds.know_largest(groups)
+    first = {group: state.bounds.scaled(group, lightest=True) for group in groups}
+    for bound, point in _starts(state.bounds, first):
+        state.evaluate(bound, point)
+    for group, bound in first.items():
+        state.push(bound, 0, group)
     complete = True
     while state.open:
         bound, level, _, point = heapq.heappop(state.open)
@@ -143,6 +152,8 @@ def search(
             complete = False
             state.push(bound, level, point)
             break
+    if state.best is not None and op_level:
+        state.best = refine(problem, state.best, begun + time_limit_s)
     state.pruned["bound"] += len(state.open)
     lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
     return SearchResult(
@@ -151,7 +162,7 @@ def search(
         certificate=Certificate(
             bound_s=min(lowest, state.best.step_s) if state.best is not None else lowest,
             space=describe_space(problem),
-            points=len(points),
+            points=sum(1 for group in groups for _ in problem.space.members(group)),
             pruned=dict(state.pruned),
             evaluated=problem.evaluated,
             complete=complete,
@@ -161,15 +172,17 @@ def search(
     )
 
 
-def _starts(bounds: Bounds, first: dict[Point, float]) -> list[Point]:
+def _starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point]]:
     """Some plans that experts would take, so that there is something to beat."""
-    known = sorted(
-        (bound, point)
-        for point, bound in first.items()
-        if math.isfinite(bound) and is_expert(point)
-    )
-    tight = sorted((bounds.cut(point), point) for _, point in known[:TRIED])
-    return [point for bound, point in tight if math.isfinite(bound)][:STARTS]
+    space = bounds.problem.space
+    known: list[Point] = []
+    for bound, group in sorted((bound, group) for group, bound in first.items()):
+        if math.isinf(bound) or len(known) >= TRIED:
+            break
+        known += [point for point in space.members(group) if point.zero and is_expert(point)]
+        known += [point for point in space.members(group) if point.data == 1 and is_expert(point)]
+    tight = sorted((bounds.cut(point), point) for point in known)
+    return [item for item in tight if math.isfinite(item[0])][:STARTS]
 
 
 def is_expert(point: Point) -> bool:
@@ -193,7 +206,7 @@ def describe_space(problem: Problem) -> str:
         "meshes of pipeline, data and one tensor axis over all devices; tensor axis splits one of: "
         f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules 1f1b with every cut on borders "
         "of blocks, interleaved_1f1b, zb_h1, zbv with the most even cut; per layer "
-        f"{', '.join(problem.options)} of recomputation"
+        f"{', '.join(problem.options)} of recomputation. The best of these is improved op by op"
     )
 
 

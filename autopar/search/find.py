@@ -27,6 +27,8 @@ GAPS = {"normal": 0.01, "high": 0.005}
 """Proven distance from the optimum at which a search stops, by effort."""
 LIMITS_S = {"normal": 60.0, "high": 180.0}
 """Seconds after which a search stops anyway, by effort."""
+SMALL = 64
+"""Devices up to which a search of normal effort improves the best plan op by op."""
 FIXABLE = ("microbatches", "schedule", "chunks", "zero", "recompute")
 """Constraints beside a mesh that a search takes and chooses the rest."""
 
@@ -60,10 +62,14 @@ def _limit_s(request: Request) -> float:
 
 
 def _exact(problem: Problem, request: Request) -> SearchResult:
+    small = problem.space.num_devices <= SMALL
     return exact.search(
-        problem, gap=GAPS[request.effort], time_limit_s=_limit_s(request),
+        problem,
+        gap=GAPS[request.effort],
+        op_level=small or request.effort == "high",
+        time_limit_s=_limit_s(request),
         on_progress=request.on_progress,
-    )  # fmt: skip
+    )
 
 
 def _random(

@@ -50,7 +50,7 @@ def finish(
         zero=ZeroPlan(stage=light.zero.stage, axes=light.zero.axes),
         recompute=node_patterns(problem.graph, problem.again(candidate)),
     )
-    sharded = place_graph(problem.graph, mesh, constraints, factors)
+    sharded = place_graph(problem.graph, mesh, constraints, factors, light)
     plan = describe(sharded, mesh, constraints, notes)
     return replace(plan, searched=True), sharded
 

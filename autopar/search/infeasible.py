@@ -89,7 +89,7 @@ def _promise(problem: Problem, bounds: Bounds, point: Point) -> float:
     share = problem.samples(point) / problem.samples(largest)
     under_way = min(point.pipeline, point.microbatches)
     saved = totals.saved_bytes * share * under_way
-    return (bounds.held(point, totals) + saved) / point.pipeline
+    return (bounds.held(point, totals, point.zero) + saved) / point.pipeline
 
 
 def _parts(problem: Problem, least: Outcome, found: Prediction) -> str:

@@ -8,7 +8,7 @@ own. Points are evaluated with the cuts, and with what every layer computes agai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Candidate:
         low: For every stage the option of all its units.
         high: For every stage the option of its first `upgraded` layers.
         upgraded: For every stage how many layers have `high`.
+        overrides: Choices of ops that differ from what the point implies, by op key.
     """
 
     point: Point
@@ -54,6 +55,7 @@ class Candidate:
     low: tuple[int, ...] = (2,)
     high: tuple[int, ...] = (2,)
     upgraded: tuple[int, ...] = (0,)
+    overrides: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +241,8 @@ class Problem:
     def plan(self, candidate: Candidate) -> Plan:
         """The candidate as a plan, without what depends on the model."""
         starts = self.units.starts
-        return candidate.point.plan(tuple(starts[edge] for edge in candidate.edges))
+        plan = candidate.point.plan(tuple(starts[edge] for edge in candidate.edges))
+        return replace(plan, overrides=dict(candidate.overrides)) if candidate.overrides else plan
 
     def again(self, candidate: Candidate) -> frozenset[str]:
         """Names of the nodes that backward computes again."""

@@ -8,7 +8,7 @@ what each layer computes again is chosen for each point (`autopar.search.stage_c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
@@ -23,6 +23,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """What a tensor axis may split, by name: factors, best first."""
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 """Schedules that train exactly as one device would; GPipe is 1F1B with more memory."""
+_INNER = ("zero", "data_outside")
+"""Fields in which the points of a group differ."""
 MAX_CHUNKS = 8
 MAX_SAMPLES = 256
 """Most samples of a microbatch on a rank."""
@@ -129,11 +131,23 @@ class Space:
 
     def points(self) -> Iterator[Point]:
         """All points, in a fixed order."""
-        for point in self._all():
-            if all(getattr(point, name) in values for name, values in self.allowed.items()):
-                yield point
+        for group in self.groups():
+            yield from self.members(group)
 
-    def _all(self) -> Iterator[Point]:
+    def members(self, group: Point) -> Iterator[Point]:
+        """Points that differ from a group's in ZeRO and in the order of axes."""
+        for zero in (0, 1, 2, 3) if group.data > 1 else (0,):
+            for outside in (False, True) if group.pipeline > 1 and group.data > 1 else (False,):
+                point = replace(group, zero=zero, data_outside=outside)
+                if self._allows(point):
+                    yield point
+
+    def _allows(self, point: Point) -> bool:
+        return all(getattr(point, name) in values for name, values in self.allowed.items())
+
+    def groups(self) -> Iterator[Point]:
+        """One point for all that differ in ZeRO and in the order of axes only."""
+        loose = replace(self, allowed={k: v for k, v in self.allowed.items() if k not in _INNER})
         for pipeline in divisors(self.num_devices):
             if pipeline > self.units:
                 continue
@@ -141,9 +155,10 @@ class Space:
             for tensor in divisors(rest):
                 if tensor > self.tensor_limit:
                     continue
-                roles = self.roles if tensor > 1 else ("",)
-                for role in roles:
-                    yield from self._in_time(pipeline, rest // tensor, tensor, role)
+                for role in self.roles if tensor > 1 else ("",):
+                    for group in self._in_time(pipeline, rest // tensor, tensor, role):
+                        if loose._allows(group):
+                            yield group
 
     def _in_time(self, pipeline: int, data: int, tensor: int, role: str) -> Iterator[Point]:
         if data > self.batch:
@@ -155,13 +170,10 @@ class Space:
             if microbatches > 1 and not self.microbatched:
                 continue
             for schedule, chunks in self._schedules(pipeline, microbatches):
-                for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    for outside in (False, True) if pipeline > 1 and data > 1 else (False,):
-                        yield Point(
-                            pipeline=pipeline, data=data, tensor=tensor, role=role,
-                            microbatches=microbatches, zero=zero, schedule=schedule,
-                            chunks=chunks, data_outside=outside,
-                        )  # fmt: skip
+                yield Point(
+                    pipeline=pipeline, data=data, tensor=tensor, role=role,
+                    microbatches=microbatches, schedule=schedule, chunks=chunks,
+                )  # fmt: skip
 
     def _schedules(self, pipeline: int, microbatches: int) -> Iterator[tuple[str, int]]:
         if pipeline == 1:

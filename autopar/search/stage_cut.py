@@ -24,7 +24,7 @@ from autopar.cost_models.pricing import Speed
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-LONG = 2.0
+LONG = 1.6
 """Stages of more than this many times the mean seconds are not looked at."""
 
 
@@ -98,7 +98,7 @@ def durations(sums: Floats, speed: Speed) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filled:
-    """Candidate stages with the best of what they can keep.
+    """Candidate stages with the best of what they can keep (of one stage, or of all).
 
     Attributes:
         forward_s: Shape (K,); infinite where nothing fits.
@@ -118,56 +118,86 @@ class Filled:
 def fill(
     intervals: Intervals, speed: Speed, under_way: float, room_bytes: float, *, relaxed: bool
 ) -> Filled:
-    """For every candidate the fastest two options that fit.
+    """For every candidate the fastest two options that fit; see `fill_all`."""
+    return fill_all(
+        intervals, speed, np.array([under_way]), np.array([room_bytes]), relaxed=relaxed
+    )[0]
+
+
+def fill_all(
+    intervals: Intervals,
+    speed: Speed,
+    under_way: Floats,
+    room_bytes: Floats,
+    *,
+    relaxed: bool,
+    looked_at: NDArray[np.bool_] | None = None,
+) -> list[Filled]:
+    """For every stage and candidate the fastest two options that fit.
 
     Args:
         intervals: The candidates.
         speed: Of the software.
-        under_way: Microbatches whose saved memory is live at once.
-        room_bytes: What static and saved memory may take.
+        under_way: Microbatches whose saved memory is live at once, shape (stages,).
+        room_bytes: What static and saved memory may take, shape (stages,).
         relaxed: Let a part of a layer take an option: a bound.
+        looked_at: Candidates that a stage may be, shape (stages, K); all by default.
     """
-    count = len(intervals.start)
-    options = len(intervals.saved)
+    shape, last = (len(under_way), len(intervals.start)), len(intervals.saved) - 1
     found = Filled(
-        forward_s=np.full(count, np.inf),
-        backward_s=np.full(count, np.inf),
-        low=np.full(count, options - 1),
-        high=np.full(count, options - 1),
-        upgraded=np.zeros(count),
+        forward_s=np.full(shape, np.inf),
+        backward_s=np.full(shape, np.inf),
+        low=np.full(shape, last),
+        high=np.full(shape, last),
+        upgraded=np.zeros(shape),
     )
-    left = room_bytes - intervals.static
+    left = room_bytes[:, None] - intervals.static
+    fits = left >= under_way[:, None] * intervals.saved[-1]
+    rest = ~fits & (left >= under_way[:, None] * intervals.saved.min(axis=0))
+    if looked_at is not None:
+        fits, rest = fits & looked_at, rest & looked_at
     # The last option computes nothing again: where it fits, nothing is faster.
-    fits = left >= under_way * intervals.saved[-1]
-    plain = np.flatnonzero(fits)
-    found.forward_s[plain], found.backward_s[plain] = (
-        part[plain] for part in intervals.plain(speed)
-    )
-    rest = np.flatnonzero(~fits & (left >= under_way * intervals.saved.min(axis=0)))
-    if len(rest):
-        _fill_rest(found, intervals, speed, under_way, left, rest, relaxed)
-    return found
+    for values, plain in zip(
+        (found.forward_s, found.backward_s), intervals.plain(speed), strict=True
+    ):
+        np.copyto(values, plain, where=fits)
+    stages, candidates = np.nonzero(rest)
+    if len(stages):
+        _fill_rest(
+            found, intervals, speed, under_way[stages], left[rest], stages, candidates, relaxed
+        )
+    return [
+        Filled(
+            forward_s=found.forward_s[stage],
+            backward_s=found.backward_s[stage],
+            low=found.low[stage],
+            high=found.high[stage],
+            upgraded=found.upgraded[stage],
+        )
+        for stage in range(shape[0])
+    ]
 
 
 def _fill_rest(
     found: Filled,
     intervals: Intervals,
     speed: Speed,
-    under_way: float,
+    under_way: Floats,
     left: Floats,
-    rest: Ints,
+    stages: Ints,
+    candidates: Ints,
     relaxed: bool,
 ) -> None:
-    """The candidates `rest`, which have too little memory to keep everything."""
-    sums, saved = intervals.sums[..., rest], intervals.saved[:, rest]
-    layers, alike = intervals.layers[rest], intervals.alike[rest]
-    best = np.full(len(rest), np.inf)
+    """Pairs of a stage and a candidate that have too little memory to keep everything."""
+    sums, saved = intervals.sums[..., candidates], intervals.saved[:, candidates]
+    layers, alike = intervals.layers[candidates], intervals.alike[candidates]
+    best = np.full(len(candidates), np.inf)
     for a in reversed(range(len(saved))):  # of equals the one without recomputation
-        spare = left[rest] - under_way * saved[a]
+        spare = left - under_way * saved[a]
         for b in range(len(saved)):
             more = under_way * (saved[b] - saved[a])
             if a == b:
-                number = np.zeros(len(rest))
+                number = np.zeros(len(candidates))
             elif np.any(more > 0):
                 each = np.maximum(more, 0.0) / np.maximum(layers, 1.0)
                 number = np.where(each > 0, spare / np.maximum(each, 1e-9), layers)
@@ -181,7 +211,7 @@ def _fill_rest(
             f, w = durations(sums[a] + share * (sums[b] - sums[a]), speed)
             good = np.flatnonzero((spare >= 0) & (f + w < best))
             best[good] = (f + w)[good]
-            places = rest[good]
+            places = stages[good], candidates[good]
             found.forward_s[places], found.backward_s[places] = f[good], w[good]
             found.low[places], found.high[places] = a, b
             found.upgraded[places] = number[good]
