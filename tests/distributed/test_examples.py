@@ -11,6 +11,9 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+DIGITS = ("digits.py", "--epochs", "4")
+GPT = ("train_gpt.py", "--steps", "10", "--batch-size", "4", "--seq-len", "32")
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -33,7 +36,7 @@ def losses(output: str) -> list[float]:
 
 
 def test_digits_learns_the_same_on_four_ranks():
-    alone, together = run("digits.py"), run("digits.py", ranks=4)
+    alone, together = run(*DIGITS), run(*DIGITS, ranks=4)
     assert alone == together
     accuracy = re.search(r"test accuracy ([\d.]+)%", alone)
     assert accuracy is not None
@@ -41,8 +44,7 @@ def test_digits_learns_the_same_on_four_ranks():
 
 
 def test_gpt_learns_english_on_four_ranks():
-    alone = losses(run("train_gpt.py", "--steps", "10"))
-    together = losses(run("train_gpt.py", "--steps", "10", ranks=4))
+    alone, together = losses(run(*GPT)), losses(run(*GPT, ranks=4))
     assert len(alone) == 1
     assert alone == pytest.approx(together, rel=1e-3)
     assert together[-1] < 4.0 < 5.545  # ln 256: all bytes alike
