@@ -1,6 +1,6 @@
 """Seconds of kernels on a device: a roofline with efficiencies that depend on sizes.
 
-    product      max(flops / (peak * share / (1 + d (1/m + 1/n + 1/k))), bytes / bandwidth)
+    product      max(flops / (peak * share / (1 + d (2/sqrt(m n) + 1/k))), bytes / bandwidth)
                  times a factor where a side is no multiple of a tile
     per head     max(flops / (peak * share * BATCHED_SHARE), bytes / bandwidth)
                  times a factor where a head is no multiple of 8 features
@@ -344,8 +344,11 @@ def race(device: Numbers, host: Numbers) -> Floats:
 
 
 def _sides(columns: Columns, speeds: Speeds) -> Floats:
-    """Time factor of a product whose sides fill tiles, waves and pipeline only in part."""
-    sides = 1 / columns.m + 1 / columns.n + 1 / columns.k
+    """Time factor of a product that fills waves of tiles, and their pipelines, only in part.
+
+    Rows and columns count by their product: a long thin result has as many tiles as a square one.
+    """
+    sides = 2 / np.sqrt(columns.m * columns.n) + 1 / columns.k
     return np.asarray(1 + speeds.matmul_size * sides, dtype=np.float64)
 
 

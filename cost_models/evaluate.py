@@ -29,6 +29,7 @@ from autopar.cost_models.software import (
     SoftwareStack,
     generation_of,
     implementation_of,
+    on_device,
 )
 from autopar.cost_models.software import stack as find_stack
 from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
@@ -78,7 +79,14 @@ class Software:
     reserved_factor: float = FRAGMENTATION
 
     @classmethod
-    def of(cls, device: Device, optimizer: str = "adamw", stack: str = "autopar") -> Software:
+    def of(
+        cls,
+        device: Device,
+        optimizer: str = "adamw",
+        stack: str = "autopar",
+        *,
+        formats: Mapping[str, str] | None = None,
+    ) -> Software:
         """How a software stack carries plans out on a device.
 
         Args:
@@ -86,30 +94,39 @@ class Software:
             optimizer: Name of an optimizer; that of other stacks than this package's is fused.
             stack: Name of a stack, see `autopar.cost_models.software`; this package's runtime by
                 default.
+            formats: Number format in which products of a dtype run if not in their own, such as
+                ``{"bfloat16": "fp8"}``; float32 runs as tf32 on other stacks than this package's.
 
         Raises:
             InputError: If the optimizer or the stack is unknown.
         """
         found = OPTIMIZERS[optimizer]
         if stack != "autopar":
-            return cls._of_stack(find_stack(stack), found)
+            chosen = on_device(find_stack(stack), device.name)
+            return cls._of_stack(chosen, found, {"float32": "tf32", **(formats or {})})
         passes = UPDATE_PASSES[found.loop] * (found.moments + 1.5) / 3.5
         cpu = device.kind == "cpu"
         return cls(
             implementation=CPU if cpu else CUDA,
-            speed=Speed(update_passes=passes, slowdown=1.0 if cpu else SLOWDOWN),
+            speed=Speed(
+                formats=dict(formats or {}),
+                update_passes=passes,
+                slowdown=1.0 if cpu else SLOWDOWN,
+            ),
             optimizer=found,
             gloo=cpu,
             context_bytes=0 if cpu else find_stack(stack).context_bytes,
         )
 
     @classmethod
-    def _of_stack(cls, found: SoftwareStack, optimizer: OptimizerMemory) -> Software:
+    def _of_stack(
+        cls, found: SoftwareStack, optimizer: OptimizerMemory, formats: Mapping[str, str]
+    ) -> Software:
         """The same constants with which published rows are priced."""
         return cls(
             implementation=implementation_of(found),
             speed=Speed(
-                formats={"float32": "tf32"},
+                formats=formats,
                 attention=generation_of(found),
                 element_factor=found.element_factor,
                 time_factor=found.time_factor,

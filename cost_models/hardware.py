@@ -23,7 +23,7 @@ stays plausible:
 
 ==========================  =====================================================================
 matmul_share                share of the dense peak that a large, aligned matmul reaches
-matmul_size                 elements d in 1 / (1 + d (1/m + 1/n + 1/k)): the sides at which tiles,
+matmul_size                 elements d in 1 / (1 + d (2/sqrt(m n) + 1/k)): sides at which tiles,
                             waves and the pipeline over k are well filled
 misaligned_matmul           time factor of a matmul with a side that is no multiple of a tile
 attention_share             share of the dense peak of fused attention with heads of 128

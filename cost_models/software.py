@@ -67,7 +67,7 @@ class Constant:
 
 CONSTANTS: Mapping[str, Constant] = MappingProxyType({
     "time_factor": Constant(
-        prior=1.03, spread=0.05, low=0.85, high=1.3,
+        prior=1.0, spread=0.05, low=0.85, high=1.3,
         meaning="measured over modelled seconds of computation",
     ),
     "overlap": Constant(
@@ -93,6 +93,7 @@ class SoftwareStack:
     Attributes:
         name: Its name.
         attention: Attention kernel.
+        hopper_attention: The one that it prefers on Hopper, if another.
         loss: Cross-entropy kernel: ``eager`` makes float32 logits and their gradient, ``fused``
             works in place, ``vocab_parallel`` splits the vocabulary over tensor ranks, and its
             compiled form keeps more of it.
@@ -114,12 +115,15 @@ class SoftwareStack:
         reserved_factor: See the module.
         fitted: Which of the constants a fit may move.
         overlapped_tensor: Whether tensor collectives are hidden in the products beside them.
+        early_stop: Whether a block that is run again ends with the last value that backward needs,
+            so that its last product is left out (torch.utils.checkpoint without re-entrance, 2.1).
         like: Stack whose fitted constants it takes, having no rows of its own.
         source: Where the facts are from.
     """
 
     name: str
     attention: AttentionKernel = "flash2"
+    hopper_attention: AttentionKernel | None = None
     loss: LossKernel = "eager"
     compiled: bool = False
     fused_qkv: bool = False
@@ -138,6 +142,7 @@ class SoftwareStack:
     reserved_factor: float = CONSTANTS["reserved_factor"].prior
     fitted: tuple[str, ...] = tuple(CONSTANTS)
     overlapped_tensor: bool = False
+    early_stop: bool = False
     like: str = ""
     source: str
 
@@ -173,10 +178,11 @@ _STACKS = (
         source="mosaicml/llm-foundry 2023: flash or Triton attention, fused cross entropy",
     ),
     SoftwareStack(
-        name="mcore", attention="flash2", loss="vocab_parallel",
+        name="mcore", attention="flash2", hopper_attention="flash3", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
         gradient_bytes=4, context_bytes=3_000_000_000,
-        source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine; NeMo, FlagScale",
+        source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine, which prefers the "
+        "fused attention of cuDNN on compute capability 9.0; NeMo, FlagScale",
     ),
     SoftwareStack(
         name="nemo", attention="flash3", loss="vocab_parallel",
@@ -188,7 +194,7 @@ _STACKS = (
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
         reserved_factor=1.02,
-        fused_norm=False, low_gather=True,
+        fused_norm=False, low_gather=True, early_stop=True,
         source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows",
     ),
     SoftwareStack(
@@ -202,13 +208,14 @@ _STACKS = (
         source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention",
     ),
     SoftwareStack(
-        name="fms-fsdp", attention="flash2", loss="eager", compiled=True,
+        name="fms-fsdp", attention="flash2", loss="eager", compiled=True, early_stop=True,
         source="foundation-model-stack/fms-fsdp: FSDP1, compiled, bfloat16 reductions",
     ),
     SoftwareStack(
         name="sailor", attention="unfused", loss="vocab_parallel", fused_qkv=True,
-        gradient_bytes=4, dropout=True,
-        source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32",
+        gradient_bytes=4,
+        source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32; without "
+        "dropout, whose masks and copies the memory of its runs has no room for",
     ),
     SoftwareStack(
         name="deepspeed-hf", attention="flash2", loss="fused",
@@ -233,6 +240,14 @@ def implementation_of(stack: SoftwareStack) -> Implementation:
         compiled=stack.compiled,
         regather=stack.regather,
     )
+
+
+def on_device(stack: SoftwareStack, device: str) -> SoftwareStack:
+    """The stack with the kernels that it chooses on a device of the catalogue."""
+    preferred = stack.hopper_attention
+    if preferred is None or not device.startswith(("H100", "H200", "H800", "GH200")):
+        return stack
+    return replace(stack, attention=preferred)
 
 
 def generation_of(stack: SoftwareStack) -> Generation:

@@ -7,7 +7,7 @@ asks for it. Jobs that differ only in depth, pipeline and data parallelism share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,6 +20,7 @@ from autopar.cost_models.published.tables import Piece, Shift
 from autopar.cost_models.software import implementation_of
 from autopar.cost_models.tape.program import split
 from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
+from autopar.cost_models.work import Move
 from autopar.graph.ir import Graph
 from autopar.plan.build import make_plan
 from autopar.presets.config import DecoderConfig
@@ -72,6 +73,13 @@ def _spread(piece: Piece, job: Job) -> Piece:
     """
     kernel = piece.kernel
     attention, product = kernel.attention, kernel.matmul
+    if piece.core and kernel.kind == "softmax" and job.dtype == "tf32":
+        # Megatron's fused softmax takes 16-bit numbers; others are scaled, masked and normalised
+        # one after the other, each read and written.
+        passes = 7 / 3 if kernel.phase == "input_gradient" else 3.0
+        read, written = (round(passes * size) for size in (kernel.read_bytes, kernel.write_bytes))
+        kernel = replace(kernel, read_bytes=read, write_bytes=written, launches=kernel.launches + 2)
+        return replace(piece, kernel=kernel)
     if job.cp > 1 and attention is not None:
         attention = replace(attention, seq_k=attention.seq_k * job.cp)
         return replace(
@@ -113,12 +121,24 @@ def _work(
         for kernel in kernels_of(programs)
         for part, count in _parts(kernel.count)
     )
+    modules = {node.name: node.module for node in graph.nodes}
     shifts = tuple(
-        Shift(move=replace(move, count=count), part=part)
+        Shift(move=replace(move, count=count), part=_home(move, part, modules))
         for move in moves_of(programs, rank)
         for part, count in _parts(move.count)
     )
     return Work(pieces=pieces, shifts=shifts)
+
+
+def _home(move: Move, part: int, modules: Mapping[str, str]) -> int:
+    """The part of the model that a collective belongs to: of what embeds tokens, the first one.
+
+    What enters the first block is summed, and its gradient gathered, where the block begins; the
+    next blocks do not do that again.
+    """
+    embeds = modules.get(move.node) in _ENDS and move.phase == "forward"
+    gathers = move.phase == "weight_gradient" and move.module.startswith("blocks.0.")
+    return tables.FIRST if embeds or gathers else part
 
 
 def _parts(count: int) -> Iterator[tuple[int, int]]:
@@ -128,6 +148,8 @@ def _parts(count: int) -> Iterator[tuple[int, int]]:
             yield part, count // digit % _BASE
 
 
+_ENDS = ("tokens", "places", "drop")
+"""Modules before the blocks."""
 _BASE = 10**4
 _DIGITS = {
     tables.FIRST: 1, tables.BLOCK: _BASE, tables.SPARSE: _BASE**2, tables.LAST: _BASE**3,
@@ -224,5 +246,4 @@ def part_of(module: str, config: DecoderConfig) -> int:
     if module.startswith("blocks."):
         place = int(module.split(".")[1])
         return tables.SPARSE if config.experts and place >= config.dense_layers else tables.BLOCK
-    first = module in ("tokens", "places", "drop")
-    return tables.FIRST if first else tables.LAST
+    return tables.FIRST if module in _ENDS else tables.LAST

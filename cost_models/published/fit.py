@@ -74,7 +74,10 @@ class Problem:
         def residual(logs: Floats) -> Floats:
             return np.log(self.predict(list(logs)) / self.measured)[chosen]
 
-        return list(solve(residual, self.found, reach=[mask[chosen] for mask in self.reach]).logs)
+        names = sorted(set(self.families))
+        groups = [names.index(self.families[place]) for place in places]
+        reach = [mask[chosen] for mask in self.reach]
+        return list(solve(residual, self.found, reach=reach, groups=groups).logs)
 
     @cached_property
     def reach(self) -> tuple[Flags, ...]:

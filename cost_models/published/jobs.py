@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.cost_models.published.rows import Row
-from autopar.cost_models.software import SoftwareStack, stack
+from autopar.cost_models.software import SoftwareStack, on_device, stack
 from autopar.presets.config import DecoderConfig, Positions
 
 Recompute = Literal["none", "full", "attention", "ops"]
@@ -134,8 +134,8 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
     assumed: list[str] = []
     _check_features(row)
     config = _model(row, assumed)
-    software = _software(row, assumed)
     hardware = _hardware(row, assumed)
+    software = _software(row, hardware.device, assumed)
     plan = {key: row.get("plan", key) for key in row.sections["plan"]}
     degrees = {key: plan[key] for key in ("dp", "tp", "pp", "cp")}
     degrees["cp"] = degrees["cp"] or 1
@@ -151,7 +151,7 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
         )
     if plan["offload"] not in (None, "none"):
         raise Unpriceable(f"plan.offload is {plan['offload']!r}, which is not priced")
-    recompute, share = _recompute(row, software, assume_recompute, assumed)
+    recompute, share = _recompute(row, software, config, assume_recompute, assumed)
     zero, regather, group = _zero(row, degrees, assumed)
     tp = degrees["tp"]
     sequence_parallel = plan["sp"]
@@ -161,7 +161,10 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
             assumed.append(f"sequence parallel {'on' if sequence_parallel else 'off'}")
     if config.positions == "learned":
         config = replace(config, context=seq)
-    config = replace(config, fused_qkv=software.fused_qkv, fused_gate=software.fused_gate)
+    # Halves of a fused gate are products of their own where ranks share them: the strategy would
+    # keep the fused one whole on every rank.
+    fused = software.fused_gate and tp == 1
+    config = replace(config, fused_qkv=software.fused_qkv, fused_gate=fused)
     if software.loss.endswith("vocab_parallel"):
         multiple = _VOCAB_MULTIPLE * tp  # as Megatron pads it
         config = replace(config, vocab=-(-config.vocab // multiple) * multiple)
@@ -279,7 +282,7 @@ _FRAMEWORKS = (
 )
 
 
-def _software(row: Row, assumed: list[str]) -> SoftwareStack:
+def _software(row: Row, device: str, assumed: list[str]) -> SoftwareStack:
     framework = row.get("plan", "framework")
     if framework is None:
         raise Unpriceable("plan.framework is not stated")
@@ -288,7 +291,7 @@ def _software(row: Row, assumed: list[str]) -> SoftwareStack:
         raise Unpriceable(f"plan.framework {framework!r} is no known software stack")
     if name == "megatron-deepspeed" and "DeepSpeed" in (row.get("plan", "schedule") or ""):
         name = "deepspeed-pipeline"
-    found = _flags(row, stack(name), assumed)
+    found = _flags(row, on_device(stack(name), device), assumed)
     precision = row.get("plan", "precision") or ""
     if "fp32 gradient" in precision or "mixed_precision=DEFAULT" in precision:
         found = replace(found, gradient_bytes=4)
@@ -383,8 +386,29 @@ def _network_gbit(text: str, per_node: int) -> float | None:
     return float(match[1]) if match else None
 
 
+def products(config: DecoderConfig) -> tuple[float, ...]:
+    """Weights of the products of a dense block, in the order in which it does them."""
+    keys = config.hidden * config.kv_heads * config.head_dim
+    queries = config.hidden * config.heads * config.head_dim
+    inner = config.hidden * config.ffn
+    first = (queries + 2 * keys,) if config.fused_qkv else (queries, keys, keys)
+    ups = (2 if config.gated else 1) * inner
+    up = (inner, inner) if config.gated and not config.fused_gate else (ups,)
+    return (*map(float, first), float(queries), *map(float, up), float(inner))
+
+
+def last_product(config: DecoderConfig) -> float:
+    """Share of the last of them, whose result backward does not need."""
+    found = products(config)
+    return found[-1] / sum(found)
+
+
 def _recompute(
-    row: Row, software: SoftwareStack, default: str | None, assumed: list[str]
+    row: Row,
+    software: SoftwareStack,
+    config: DecoderConfig,
+    default: str | None,
+    assumed: list[str],
 ) -> tuple[Recompute, float]:
     stated, detail = row.get("plan", "recompute"), row.get("plan", "recompute_detail") or ""
     if stated is None:
@@ -401,8 +425,15 @@ def _recompute(
     if "2nd layer" in detail:
         return "full", 0.5
     if "nth block" in detail:
-        assumed.append("every second block recomputed")
-        return "full", 0.5
+        done, counted = row.get("measured", "hfu"), row.get("measured", "mfu")
+        if done is None or counted is None:
+            assumed.append("every second block recomputed")
+            return "full", 0.5
+        # What was done beyond three forwards is what was done again.
+        kept = last_product(config) if software.early_stop else 0.0
+        again = min(1.0, max(0.0, 3 * (done / counted - 1)) / (1 - kept))
+        assumed.append(f"{again:.0%} of the blocks recomputed, from the stated HFU and MFU")
+        return "full", again
     if software.name == "torchtitan":
         return "ops", 1.0
     return "attention", 1.0

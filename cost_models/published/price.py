@@ -20,7 +20,7 @@ from autopar.cost_models.compute import COLLECTIVE_LAUNCHES, Speeds, host_second
 from autopar.cost_models.hardware import load_device
 from autopar.cost_models.published import tables, wires
 from autopar.cost_models.published.features import Work
-from autopar.cost_models.published.jobs import Job
+from autopar.cost_models.published.jobs import Job, last_product, products
 from autopar.cost_models.published.tables import Table
 from autopar.cost_models.published.wires import Wires
 from autopar.cost_models.software import (
@@ -216,6 +216,8 @@ def _sizes(job: Job) -> dict[str, float]:
         "first_layers": stages[0],
         "last_layers": stages[-1],
         "recompute_share": job.recompute_share,
+        "last_product": last_product(config) if job.stack.early_stop else 0.0,
+        "every_second": sum(products(config)[1::2]) / sum(products(config)),
         "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
         "updated": (layers * block + outer) / (shards if job.zero else 1),
         "broadcasts": job.dp * job.cp if wires.one_by_one(job) else 0,
@@ -250,10 +252,10 @@ def _block(
 
     def again(forward: Floats, attention: Floats, matmul: Floats) -> Floats:
         """What backward computes again of what forward computed."""
+        whole = (forward - size["last_product"] * matmul) * size["recompute_share"]
+        ops = forward - attention - (1 - size["every_second"]) * matmul
         return np.select(
-            [kinds == "full", kinds == "attention", kinds == "ops"],
-            [forward * size["recompute_share"], attention, forward - attention - 0.5 * matmul],
-            0.0,
+            [kinds == "full", kinds == "attention", kinds == "ops"], [whole, attention, ops], 0.0
         )
 
     core, product = table.core, table.product
@@ -264,7 +266,9 @@ def _block(
         for spent in (seconds, hosts)
     )  # fmt: skip
     # Collectives of a forward done again; per-op checkpointing keeps what was reduced.
-    repeated = np.select([kinds == "full", kinds == "ops"], [size["recompute_share"], 0.5], 0.0)
+    last = np.where(size["last_product"] > 0, 1 / np.maximum(calls[wires.FORWARD], 1), 0.0)
+    whole = size["recompute_share"] * (1 - last)
+    repeated = np.select([kinds == "full", kinds == "ops"], [whole, 0.5], 0.0)
     ahead = tensor(moved, wires.FORWARD, wires.SPARSE_FORWARD) * size["hidden_tensor"]
     back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_tensor"]
     routing, exchange = moved[wires.ROUTE] * sparse, moved[wires.EXCHANGE]

@@ -72,14 +72,16 @@ SAME_DEVICE: Mapping[str, tuple[str, ...]] = {
 """Devices that share every constant with another: the same chip behind other links or memory."""
 SAME_CHIP: Mapping[str, tuple[str, ...]] = {
     "A100-80-SXM": ("A100-40-SXM",),
-    "H100-SXM": ("H100-SXM-96",),
+    "H100-SXM": ("H100-SXM-96", "GH200"),
 }
 """Devices that share with another what is not in `OWN`: the same chip with other memory."""
 OWN: Mapping[str, tuple[str, ...]] = {
     "A100-40-SXM": ("memory_share",),
     "H100-SXM-96": ("matmul_share",),
+    "GH200": ("matmul_share", "memory_share", "launch_s"),
 }
-"""What a device does not share with others of its chip: another memory, another power limit."""
+"""What a device does not share with others of its chip: another memory, another power limit, a host
+of another kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,9 @@ CAP = 0.25
 """Errors beyond this size are outliers."""
 FAR = 0.3
 """What an outlier counts of what it exceeds the cap by."""
+EFFECT = 0.03
+"""Standard deviation of what all rows of a family share and no constant explains: a large family
+does not outvote several small ones."""
 STEP = 1e-3
 
 
@@ -67,11 +70,30 @@ def _apart(reach: Sequence[Flags]) -> list[list[int]]:
     return [places for _, places in groups]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """Where a fit is: parameters and effects of families, their errors and loss."""
+
+    values: Floats
+    raw: Floats
+    errors: Floats
+    loss: float
+
+
+def _columns(groups: Sequence[int] | None, rows: int) -> Floats:
+    """A column per group, 1 for the errors that belong to it."""
+    if groups is None:
+        return np.zeros((rows, 0))
+    numbers = np.asarray(groups)
+    return np.asarray(numbers[:, None] == np.unique(numbers)[None, :], dtype=np.float64)
+
+
 def solve(
     residual: Callable[[Floats], Floats],
     found: Sequence[Parameter],
     *,
     reach: Sequence[Flags] | None = None,
+    groups: Sequence[int] | None = None,
     rounds: int = 25,
 ) -> Solution:
     """Fit parameters to log errors.
@@ -81,47 +103,56 @@ def solve(
         found: The parameters; their priors are the start.
         reach: Which errors each parameter can change; all by default. Slopes of parameters that
             change different errors are taken at once.
+        groups: Family of each error: families have an effect of their own, with a prior of 0 and
+            `EFFECT`, which is fitted beside the parameters and then forgotten.
         rounds: Most steps.
 
     Returns:
         The best parameters found, all within their ranges.
     """
-    prior = np.log([item.constant.prior for item in found])
-    spread = np.array([item.constant.spread for item in found])
+    count = len(found)
+    start = np.log([item.constant.prior for item in found])
+    first = residual(start)
+    shared = _columns(groups, len(first))
+    extra = np.zeros(shared.shape[1])
+    prior = np.concatenate([start, extra])
+    spread = np.array([item.constant.spread for item in found] + [EFFECT] * len(extra))
     low = np.log([item.constant.low for item in found])
     high = np.log([item.constant.high for item in found])
 
-    def total(errors: Floats, logs: Floats) -> float:
-        return _loss(errors) + 0.5 * float((((logs - prior) / spread) ** 2).sum())
+    def state(values: Floats) -> _State:
+        raw = residual(values[:count])
+        errors = raw + shared @ values[count:]
+        loss = _loss(errors) + 0.5 * float((((values - prior) / spread) ** 2).sum())
+        return _State(values=values, raw=raw, errors=errors, loss=loss)
 
-    logs = prior.copy()
-    errors = residual(logs)
     if reach is None:
-        reach = [np.ones(len(errors), dtype=bool)] * len(logs)
+        reach = [np.ones(len(first), dtype=bool)] * count
     apart = _apart(reach)
-    loss, damping, taken = total(errors, logs), 1e-2, 0
+    now, damping, taken = state(prior), 1e-2, 0
     for _ in range(rounds):
-        slopes = np.zeros((len(errors), len(logs)))
+        slopes = np.zeros((len(first), count))
         for places in apart:
-            moved = logs.copy()
+            moved = now.values[:count].copy()
             moved[places] += STEP
-            change = (residual(moved) - errors) / STEP
+            change = (residual(moved) - now.raw) / STEP
             for place in places:
                 slopes[:, place] = np.where(reach[place], change, 0.0)
-        weight = _weights(errors)
+        slopes = np.concatenate([slopes, shared], axis=1)
+        weight = _weights(now.errors)
         normal = (slopes * weight[:, None]).T @ slopes + np.diag(1 / spread**2)
-        right = -(slopes * weight[:, None]).T @ errors - (logs - prior) / spread**2
+        right = -(slopes * weight[:, None]).T @ now.errors - (now.values - prior) / spread**2
         gained = 0.0
         for _ in range(6):
             change = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), right)
-            tried = np.clip(logs + np.clip(change, -0.3, 0.3), low, high)
-            new_errors = residual(tried)
-            new_loss = total(new_errors, tried)
-            if new_loss < loss:
-                gained, logs, errors, loss = loss - new_loss, tried, new_errors, new_loss
+            tried = now.values + np.clip(change, -0.3, 0.3)
+            tried[:count] = np.clip(tried[:count], low, high)
+            after = state(tried)
+            if after.loss < now.loss:
+                gained, now = now.loss - after.loss, after
                 damping, taken = max(damping / 3, 1e-4), taken + 1
                 break
             damping *= 4
-        if gained <= 1e-4 * loss:
+        if gained <= 1e-4 * now.loss:
             break
-    return Solution(logs=logs, loss=loss, rounds=taken)
+    return Solution(logs=now.values[:count], loss=now.loss, rounds=taken)
