@@ -3,8 +3,10 @@
 Ranks of one machine share cores, caches and memory bandwidth, so nothing is timed on one rank
 alone. Where a rank computes with one thread, its own CPU time is taken: other jobs on the machine
 are then left out, and what ranks take from each other by sharing cores is put back in as
-``ranks / cores``. Everything else is wall time, and of collectives the fastest of some rounds. On
-CUDA devices kernels are timed by events.
+``ranks / cores``. Everything else is wall time. On CUDA devices kernels are timed by events.
+
+Collectives of CPUs are timed as programs issue them, between kernels: ranks then come to them one
+later than the other, sleep, are woken, and find what they send in memory and not in cache.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator, Ranks
 from autopar.runtime.heap import keep_freed_memory
-from autopar.runtime.measure_work import COLLECTIVES, Job, collective, jobs, warm_up
+from autopar.runtime.measure_work import COLLECTIVES, Job, between, collective, jobs, warm_up
 
 _ROUNDS = 3
 _QUICK_ROUNDS = 3
 _LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of the tensors that collectives are timed with."""
-_REPEATS = {4 * 2**10: 20, 64 * 2**10: 15, 2**20: 8, 16 * 2**20: 4}
+_REPEATS = {4 * 2**10: 20, 64 * 2**10: 20, 2**20: 16, 16 * 2**20: 10}
+_LEAST_S = 1e-6
+_FEWEST, _LIMIT_S = 5, 1.0
+"""Calls of a collective at least, and for how long otherwise."""
+_UNABLE = ("not implemented", "not supported", "unsupported", "no kernel image")
+"""What torch says of a kernel that a device does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +139,9 @@ def _compute(clock: _Clock, job: Job) -> Sample | None:
     try:
         run = job.prepare()
         run()
-    except (RuntimeError, NotImplementedError, AutoparError):
+    except RuntimeError as error:  # NotImplementedError is one, and so is torch.OutOfMemoryError
+        if not _is_unable(error):
+            raise
         run = None
     if not all(clock.comm.gather_objects(run is not None)) or run is None:
         return None
@@ -145,6 +153,14 @@ def _compute(clock: _Clock, job: Job) -> Sample | None:
         backward=job.backward,
         seconds=clock.compute(run),
     )
+
+
+def _is_unable(error: RuntimeError) -> bool:
+    """Whether a device has no such kernel, or too little memory for it."""
+    if isinstance(error, NotImplementedError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return any(words in text for words in _UNABLE)
 
 
 def _communicate(clock: _Clock, row: Sequence[Ranks], kind: str, size_bytes: int) -> Sample:
@@ -180,13 +196,17 @@ class _Clock:
         self.comm, self.rounds, self.window_s = comm, rounds, window_s
         self.cuda = comm.device.type == "cuda"
         self.own = not self.cuda and torch.get_num_threads() == 1
-        self.sharing = max(1.0, _ranks_per_node(comm) / core_count()) if self.own else 1.0
+        # One rank decides what all do: they may not see the same number of cores or threads.
+        own, cores = comm.gather_objects((self.own, core_count()))[0]
+        self.own = own
+        self.sharing = max(1.0, _ranks_per_node(comm) / cores) if own else 1.0
+        self.kernel = between(comm.device)
 
     def compute(self, run: Callable[[], object]) -> float:
         """Seconds of one call, the mean of all ranks' medians over rounds."""
         once = self._seconds(run, 1)
         want = max(1, round(self.window_s / max(once, 1e-7)))
-        repeats = min(self.comm.gather_objects(min(want, 2000)))
+        repeats = min(self.comm.gather_objects(min(want, 2000)))  # the same on all ranks
         self.comm.barrier()
         took = [self._seconds(run, repeats) for _ in range(self.rounds)]
         return statistics.mean(self.comm.gather_objects(statistics.median(took))) * self.sharing
@@ -207,24 +227,60 @@ class _Clock:
         return (now() - begun) / repeats
 
     def collective(self, run: Callable[[], object] | None, repeats: int) -> float:
-        """Seconds of one call from the last rank's start to the last rank's end; the fastest.
+        """Seconds that a call takes, from the last rank's start to the last rank's end.
 
         Args:
             run: What this rank does, None if it does not take part.
-            repeats: Calls; the first two are left out.
+            repeats: Calls, fewer if they take long.
         """
-        took = []
-        for _ in range(repeats + 2):
+        self.comm.barrier()
+        begun = time.perf_counter()
+        self.kernel()
+        if run is not None:
+            run()
+        took = time.perf_counter() - begun
+        # Rank 0 decides: by their own clocks ranks would call unequally often, and wait for ever.
+        most = max(_FEWEST, round(_LIMIT_S / took))
+        repeats = min(repeats, self.comm.gather_objects(most)[0])
+        return self._back_to_back(run, repeats) if self.cuda else self._between(run, repeats)
+
+    def _between(self, run: Callable[[], object] | None, repeats: int) -> float:
+        """What a call adds to the time of a kernel before it.
+
+        While a rank waits, others that share its core compute. So what a call adds is the time of
+        the slowest rank less what the kernels of all ranks take all cores. It is the median of the
+        calls before which other jobs on the machine have disturbed the kernels least.
+        """
+        now = time.thread_time if self.own else time.perf_counter
+        rows = []
+        for _ in range(repeats):
             self.comm.barrier()
-            if self.cuda:
-                torch.cuda.synchronize(self.comm.device)
+            begun, mark = time.perf_counter(), now()
+            self.kernel()
+            computed, kernel_s = now() - mark, time.perf_counter() - begun
+            if run is not None:
+                run()
+            rows.append((kernel_s, time.perf_counter() - begun, computed))
+        found = []
+        for everyone in zip(*self.comm.gather_objects(rows), strict=True):
+            kernels, calls, own = zip(*everyone, strict=True)
+            added = max(calls) - statistics.mean(own) * self.sharing
+            found.append((max(kernels), added))
+        calm = sorted(found)[: (len(found) + 1) // 2]
+        return max(statistics.median(added for _, added in calm), _LEAST_S)
+
+    def _back_to_back(self, run: Callable[[], object] | None, repeats: int) -> float:
+        """The fastest call."""
+        took = []
+        for _ in range(repeats + 1):
+            self.comm.barrier()
+            torch.cuda.synchronize(self.comm.device)
             begun = time.perf_counter()
             if run is not None:
                 run()
-            if self.cuda:
-                torch.cuda.synchronize(self.comm.device)
+            torch.cuda.synchronize(self.comm.device)
             took.append(time.perf_counter() - begun if run is not None else 0.0)
-        everyone = self.comm.gather_objects(took[2:])
+        everyone = self.comm.gather_objects(took[1:])
         return min(map(max, zip(*everyone, strict=True)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from autopar.sharding.mesh import Mesh
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 # Rows, columns and what is summed over. A rank of a training job has fewer rows than features.
 _PRODUCTS = (
-    (512, 512, 512), (256, 1024, 512), (512, 512, 2048), (128, 384, 384), (512, 2048, 512),
-    (1024, 1024, 1024), (128, 128, 128), (64, 1024, 1024), (1024, 256, 512), (512, 256, 64),
+    (512, 512, 512), (128, 2048, 512), (512, 2048, 128), (256, 1024, 512), (128, 512, 2048),
+    (512, 512, 2048), (128, 384, 384), (512, 2048, 512), (64, 1024, 1024), (1024, 1024, 1024),
+    (256, 512, 512), (128, 128, 128), (1024, 256, 512), (512, 256, 64),
 )  # fmt: skip
 _LARGE_PRODUCTS = (
     (4096, 4096, 4096), (2048, 8192, 2048), (8192, 2048, 8192), (1024, 1024, 1024),
@@ -39,6 +41,9 @@ _LARGE_ATTENTION = ((4, 16, 2048, 128), (8, 16, 1024, 64), (1, 16, 8192, 128))
 _STREAMS = (2**20, 4 * 2**20)
 _LARGE_STREAMS = (64 * 2**20, 512 * 2**20)
 _COLD_BYTES = 48 * 2**20
+_MOST_COPIES = 64
+# Rows, columns and what is summed over, of the product between two collectives.
+_BETWEEN = (1024, 1024, 512)
 _LAYERS = (2, 12)
 LAUNCHES_PER_LAYER = 9
 """Kernels of a layer of `_Chain` and its backward: of the product, its bias and the GELU four, of
@@ -91,10 +96,22 @@ def _tensor(device: torch.device, dtype: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(getattr(torch, dtype))
 
 
+def _in_turn(device: torch.device, dtype: str, *shapes: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    """Tensors of these shapes again and again, each time others.
+
+    In a step, other tensors come between two uses of one, which is then no longer in cache.
+    """
+    size_bytes = sum(math.prod(shape) for shape in shapes) * getattr(torch, dtype).itemsize
+    copies = max(2, min(_COLD_BYTES // size_bytes, _MOST_COPIES))
+    return itertools.cycle(
+        [[_tensor(device, dtype, *shape) for shape in shapes] for _ in range(copies)]
+    )
+
+
 def _matmul(device: torch.device, dtype: str, m: int, n: int, k: int) -> Job:
     def prepare() -> Callable[[], object]:
-        left, right = _tensor(device, dtype, m, k), _tensor(device, dtype, k, n)
-        return lambda: torch.mm(left, right)
+        turn = _in_turn(device, dtype, (m, k), (k, n))
+        return lambda: torch.mm(*next(turn))
 
     return Job(
         work="matmul", name=f"{m} x {n} x {k}", sizes=(m, n, k), dtype=dtype, prepare=prepare
@@ -165,14 +182,7 @@ def _streams(device: torch.device, numel: int) -> Iterator[Job]:
 
     def stream(name: str, passes: int, run: Callable[..., object], count: int) -> Job:
         def prepare() -> Callable[[], object]:
-            # In a step, other tensors come between two uses of one.
-            copies = max(2, _COLD_BYTES // (4 * numel * count))
-            turn = itertools.cycle(
-                [
-                    [_tensor(device, "float32", rows, 512) for _ in range(count)]
-                    for _ in range(copies)
-                ]
-            )
+            turn = _in_turn(device, "float32", *[(rows, 512)] * count)
             return lambda: run(*next(turn))
 
         sizes = (passes * 4 * numel,)
@@ -237,6 +247,13 @@ def _chain_step(device: torch.device, layers: int) -> Callable[[], Callable[[], 
         return lambda: engine.backward(inputs)
 
     return prepare
+
+
+def between(device: torch.device) -> Callable[[], object]:
+    """What a rank computes between two collectives."""
+    m, n, k = _BETWEEN
+    turn = _in_turn(device, "float32", (m, k), (k, n))
+    return lambda: torch.mm(*next(turn))
 
 
 def collective(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,8 +12,8 @@ from autopar.cost_models.calibrate import calibrate
 from autopar.runtime import measure as module
 from autopar.runtime.comm import Communicator, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
-from autopar.runtime.measure import Machine, _groups, core_count, host_memory_bytes
-from autopar.runtime.measure_work import COLLECTIVES, collective, jobs
+from autopar.runtime.measure import Machine, _Clock, _groups, core_count, host_memory_bytes
+from autopar.runtime.measure_work import COLLECTIVES, Job, collective, jobs
 
 
 def test_groups_halve_the_ranks():
@@ -45,6 +48,47 @@ def test_collectives_are_those_of_the_communicator():
         "send": 4096,
     }  # fmt: skip
     assert second == {kind: size for kind, size in first.items() if kind != "send"}
+
+
+def test_ranks_call_equally_often_whatever_their_clocks_say(monkeypatch):
+    monkeypatch.setattr(module, "_LIMIT_S", 0.05)
+
+    def work(comm: Communicator) -> tuple[int, float, float]:
+        clock, calls = _Clock(comm, 1, 0.001), list[int]()
+        comm.barrier()
+
+        def call() -> None:
+            calls.append(0)
+            time.sleep(0.02 if comm.rank == 0 else 0.001)
+
+        seconds = clock.collective(call if comm.rank < 2 else None, 50)
+        return len(calls), seconds, clock.sharing
+
+    first, second, third = run_threads(3, work)
+    assert first[0] == second[0] == module._FEWEST + 1
+    assert third[0] == 0
+    assert {found[1:] for found in (first, second, third)} == {first[1:]}
+    assert 0.01 < first[1] < 1
+
+
+def test_only_what_a_device_cannot_do_is_left_out():
+    comm = SoloCommunicator()
+    clock = _Clock(comm, 1, 0.001)
+
+    def fails(error: Exception) -> Job:
+        def prepare() -> Callable[[], object]:
+            raise error
+
+        return Job(work="matmul", name="", sizes=(1, 1, 1), prepare=prepare)
+
+    for error in (
+        RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'"),
+        NotImplementedError(),
+        torch.OutOfMemoryError(),
+    ):
+        assert module._compute(clock, fails(error)) is None
+    with pytest.raises(RuntimeError, match="shapes"):
+        module._compute(clock, fails(RuntimeError("shapes cannot be multiplied")))
 
 
 @pytest.mark.long
