@@ -33,6 +33,8 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of the tensors that collectives are timed with."""
 _REPEATS = {4 * 2**10: 20, 64 * 2**10: 20, 2**20: 16, 16 * 2**20: 10}
 _LEAST_S = 1e-6
+_MOST_WAITING = 3.0
+"""Seconds of a collective over those that cores work for it: back to back they are about two."""
 _FEWEST, _LIMIT_S = 5, 1.0
 """Calls of a collective at least, and for how long otherwise."""
 _UNABLE = ("not implemented", "not supported", "unsupported", "no kernel image")
@@ -249,7 +251,8 @@ class _Clock:
 
         While a rank waits, others that share its core compute. So what a call adds is the time of
         the slowest rank less what the kernels of all ranks take all cores. It is the median of the
-        calls before which other jobs on the machine have disturbed the kernels least.
+        calls before which other jobs on the machine have disturbed the kernels least. One that
+        takes many times as long as cores work for it waits for such jobs: that is not counted.
         """
         now = time.thread_time if self.own else time.perf_counter
         rows = []
@@ -258,16 +261,19 @@ class _Clock:
             begun, mark = time.perf_counter(), now()
             self.kernel()
             computed, kernel_s = now() - mark, time.perf_counter() - begun
+            mark = time.process_time()  # of all threads
             if run is not None:
                 run()
-            rows.append((kernel_s, time.perf_counter() - begun, computed))
+            used = time.process_time() - mark
+            rows.append((kernel_s, time.perf_counter() - begun, computed, used))
         found = []
         for everyone in zip(*self.comm.gather_objects(rows), strict=True):
-            kernels, calls, own = zip(*everyone, strict=True)
+            kernels, calls, own, worked = zip(*everyone, strict=True)
             added = max(calls) - statistics.mean(own) * self.sharing
-            found.append((max(kernels), added))
+            found.append((max(kernels), added, max(worked) * self.sharing))
         calm = sorted(found)[: (len(found) + 1) // 2]
-        return max(statistics.median(added for _, added in calm), _LEAST_S)
+        added, worked_s = (statistics.median(row[place] for row in calm) for place in (1, 2))
+        return max(min(added, _MOST_WAITING * worked_s), _LEAST_S)
 
     def _back_to_back(self, run: Callable[[], object] | None, repeats: int) -> float:
         """The fastest call."""
