@@ -36,6 +36,8 @@ from autopar.search.tables import UnitTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+FORWARD = 0.9
+"""Share of a model's forward of which any part of it has at least that much, beside backward."""
 SIMULATED = 5000
 """Most forwards of a step that is simulated for a bound."""
 LINEAR = 0.98
@@ -72,7 +74,7 @@ class Bounds:
     exchange: Exchange = field(init=False)
     _totals: dict[object, _Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
-    _wholes: dict[object, float] = field(default_factory=dict)
+    _wholes: dict[object, tuple[float, float]] = field(default_factory=dict)
     _uniform_room: float | None = None
     _under_way: dict[object, list[float]] = field(default_factory=dict)
     _extra: dict[object, float] = field(default_factory=dict)
@@ -155,13 +157,17 @@ class Bounds:
         zero = 3 if lightest else point.zero
         if self.held(point, totals, zero) + saved > self._room(point):
             return math.inf
-        took = self._microbatch(point, totals, share)
-        ranks, microbatches = point.pipeline, point.microbatches
+        forward, backward = self._microbatch(point, totals, share, lightest)
+        took, ranks, microbatches = forward + backward, point.pipeline, point.microbatches
         if point.schedule == "1f1b" and microbatches > ranks:
-            took *= (microbatches + ranks - 1) / ranks
-        else:
-            took = max(took, took * microbatches / ranks)
-        return took * self.sharing()
+            return took * (microbatches + ranks - 1) / ranks * self.sharing()
+        if point.chunks == 1 and ranks > 1:
+            # Rank r works M w_r after F_0 .. F_{r-1}: least where all ranks end together.
+            lead = FORWARD * forward / took / microbatches
+            return (
+                max(took, took * lead * microbatches / (1 - (1 - lead) ** ranks)) * self.sharing()
+            )
+        return max(took, took * microbatches / ranks) * self.sharing()
 
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""
@@ -174,13 +180,16 @@ class Bounds:
         weight, trained, state = totals.held
         return held_bytes(weight, trained, state, zero, point.data)
 
-    def _microbatch(self, point: Point, totals: _Totals, share: float) -> float:
-        """Seconds of forward and backward of the whole model."""
-        mesh = (point.mesh, point.zero) if point.zero >= 2 else ()
+    def _microbatch(
+        self, point: Point, totals: _Totals, share: float, lightest: bool
+    ) -> tuple[float, float]:
+        """Seconds of forward and of backward of the whole model."""
+        moves = point.zero >= 2 and not lightest
+        mesh = (point.mesh, point.zero) if moves else ()
         key = (id(totals), share, mesh)
         if key not in self._wholes:
             seconds = totals.seconds * share
-            if point.zero >= 2:
+            if moves:
                 each = self.exchange.exchanged(point, totals.trained_each)
                 seconds = Exchanged(
                     *(np.array([part.sum()]) for part in (
@@ -188,7 +197,7 @@ class Bounds:
                     ))
                 ).put(seconds)  # fmt: skip
             forward, backward = durations(seconds, self.problem.software.speed)
-            self._wholes[key] = float(forward[0] + backward[0])
+            self._wholes[key] = float(forward[0]), float(backward[0])
         return self._wholes[key]
 
     def sharing(self) -> float:
@@ -408,14 +417,15 @@ class Bounds:
             ]
             found = least_bottleneck(intervals, costs)[0] * self.sharing()
             return max(found, limit) if math.isinf(found) and math.isfinite(limit) else found
-        cut = self._even(stages)
+        cut = self.even(stages)
         return math.inf if cut is None else self._worked(point, stages, cut) * self.sharing()
 
-    def _even(self, stages: Stages) -> Cut | None:
+    def even(self, stages: Stages) -> Cut | None:
         """The most even cut: of other schedules than 1F1B no other is in the space."""
         costs = [item.forward_s + item.backward_s for item in stages.filled]
         least, _ = least_bottleneck(stages.intervals, costs)
-        return cheapest_sum(stages.intervals, costs, costs, least * (1 + 1e-12))
+        squares = [cost**2 for cost in costs]
+        return cheapest_sum(stages.intervals, costs, squares, least * (1 + 1e-12))
 
     def _worked(self, point: Point, stages: Stages, cut: Cut) -> float:
         """Seconds that stages take at least.
@@ -471,7 +481,7 @@ class Bounds:
             )  # fmt: skip
             found = least_chain(stages.intervals, stages.filled, chain, message_s, limit / sharing)
             return found * sharing
-        cut = self._even(stages)
+        cut = self.even(stages)
         if cut is None:
             return math.inf
         if point.microbatches * point.num_stages > SIMULATED:

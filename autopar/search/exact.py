@@ -230,7 +230,7 @@ def best_candidate(
             return None, over
         best: Outcome | None = None
         worst: Outcome | None = None
-        for cut in _cuts(point, stages):
+        for cut in _cuts(bounds, point, stages):
             outcome = problem.outcome(_candidate(point, stages, cut))
             if outcome is None:
                 continue
@@ -272,14 +272,17 @@ def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) 
     )
 
 
-def _cuts(point: Point, stages: Stages) -> list[Cut]:
-    """The most even cut, and those of a smaller sum that are a little less even."""
+def _cuts(bounds: Bounds, point: Point, stages: Stages) -> list[Cut]:
+    """The most even cut, and of 1F1B those of a smaller sum that are a little less even."""
+    if point.schedule != "1f1b":
+        cut = bounds.even(stages)
+        return [] if cut is None else [cut]
     weights = [item.forward_s + item.backward_s for item in stages.filled]
     least, _ = least_bottleneck(stages.intervals, weights)
     if not math.isfinite(least):
         return []
     found: dict[tuple[int, ...], Cut] = {}
-    for slack in SLACKS if point.schedule == "1f1b" and point.pipeline > 1 else (1.0,):
+    for slack in SLACKS if point.pipeline > 1 else (1.0,):
         cut = cheapest_sum(stages.intervals, weights, weights, least * slack * (1 + 1e-12))
         if cut is not None:
             found.setdefault(cut.chosen, cut)

@@ -150,6 +150,7 @@ class Problem:
             num_devices=self.cluster.num_devices,
             batch=batch,
             units=self.units.count,
+            layers=sum(number >= 0 for number in self.units.block),
             roles=roles,
             tensor_limit=self._tensor_limit(names),
             microbatched=self._microbatched(batch),

@@ -113,6 +113,7 @@ class Space:
         num_devices: Ranks, all of which are used.
         batch: Samples of a step.
         units: Most stages.
+        layers: Units that are copies of blocks: more than two chunks per rank divide them evenly.
         roles: What a tensor axis may split on this model.
         tensor_limit: Largest tensor axis.
         schedules: Names of schedules.
@@ -123,6 +124,7 @@ class Space:
     num_devices: int
     batch: int
     units: int
+    layers: int
     roles: tuple[str, ...]
     tensor_limit: int
     schedules: tuple[str, ...] = SYNCHRONOUS
@@ -182,7 +184,9 @@ class Space:
         for name in self.schedules:
             if name == "interleaved_1f1b":
                 for chunks in range(2, MAX_CHUNKS + 1):
-                    if chunks * pipeline <= self.units and microbatches % pipeline == 0:
+                    even = chunks == 2 or self.layers % (chunks * pipeline) == 0
+                    fits = chunks * pipeline <= self.units and microbatches % pipeline == 0
+                    if fits and even:
                         yield name, chunks
             elif name == "zbv":
                 if 2 * pipeline <= self.units:
