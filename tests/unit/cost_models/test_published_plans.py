@@ -36,6 +36,7 @@ LONG = (
     ("flagperf-paddle-gpt3-13b-80-t2p1z1", 4),
     ("titan-old-a100-llama3-8b-0", 4),
     ("titan-async-llama3-70b-bf16-0", 3),
+    ("flagperf-llama2-70b-h800-t8p4", 2),
 )
 """Row, and blocks of a stage."""
 
@@ -121,3 +122,12 @@ def test_a_stack_decides_how_a_plan_is_priced():
     assert foundry.context_bytes == known.context_bytes
     assert foundry.reserved_factor == known.reserved_factor
     assert Software.of(device).implementation.device == "cuda"
+
+
+def test_formats_and_the_attention_of_a_device_are_inputs():
+    hopper, ampere = load_device("H100-SXM"), load_device("A100-80-SXM")
+    narrow = Software.of(hopper, "mixed_adamw", "mcore", formats={"bfloat16": "fp8"})
+    assert narrow.speed.formats == {"float32": "tf32", "bfloat16": "fp8"}
+    assert Software.of(hopper, formats={"bfloat16": "fp8"}).speed.formats == {"bfloat16": "fp8"}
+    assert narrow.speed.attention == "flash3"  # cuDNN's
+    assert Software.of(ampere, "mixed_adamw", "mcore").speed.attention == "flash2"

@@ -12,7 +12,7 @@ from autopar.cli.main import main
 from autopar.cost_models.published import tables
 from autopar.cost_models.published.features import Work, work_of
 from autopar.cost_models.published.globals import GLOBALS
-from autopar.cost_models.published.jobs import Hardware, Job, read_job
+from autopar.cost_models.published.jobs import Hardware, Job, last_product, read_job
 from autopar.cost_models.published.predict import validate
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.priors import Parameter, expand
@@ -157,6 +157,44 @@ def test_the_fit_finds_what_made_the_data_and_keeps_to_the_prior():
     assert values["c", "y"] == pytest.approx(3.0)
 
 
+def test_what_all_rows_of_a_family_share_is_not_put_on_a_constant():
+    found = (
+        Parameter(
+            targets=(("a", "x"),),
+            constant=Constant(prior=1.0, spread=1.0, low=0.1, high=10.0, meaning=""),
+            families=3,
+        ),
+    )
+    shift = np.log(np.array([1.0] * 2 + [1.0] * 2 + [1.1] * 200))
+
+    def residual(logs):
+        return np.full(len(shift), logs[0]) - shift
+
+    groups = [0] * 2 + [1] * 2 + [2] * 200
+    alone = expand(found, list(solve(residual, found).logs))["a", "x"]
+    shared = expand(found, list(solve(residual, found, groups=groups).logs))["a", "x"]
+    assert alone == pytest.approx(1.098, abs=0.004)  # the large family decides
+    assert 1.01 < shared < 1.06
+
+
+def test_checkpointing_without_reentrance_leaves_out_the_last_product():
+    job = replace(JOB, recompute="full", recompute_share=1.0)
+    early = replace(job, stack=replace(job.stack, early_stop=True))
+    whole = times(job).compute_s[0] - times(JOB).compute_s[0]
+    less = times(early).compute_s[0] - times(JOB).compute_s[0]
+    share = last_product(CONFIG)
+    assert share == pytest.approx(4 / 12)
+    assert less == pytest.approx((1 - share) * whole, rel=0.02)
+
+
+def test_collectives_around_the_embedding_are_not_those_of_every_block():
+    (row,) = [row for row in read_rows() if row.id == "internevo-t2z4-g128"]
+    job = read_job(row)
+    block = [found.move for found in work_of(job).shifts if found.part == tables.BLOCK]
+    kinds = sorted(move.kind for move in block for _ in range(move.count))
+    assert job.sequence_parallel and kinds == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+
+
 def test_stacks_have_at_most_four_constants_in_their_ranges():
     assert len(CONSTANTS) == 4
     for found in stacks().values():
@@ -223,8 +261,9 @@ def test_the_command_prints_json_and_names_what_it_skips(tmp_path, capsys):
 
 
 LIMITS = {
-    "llm-foundry": 0.06, "vtrain-multi": 0.07, "bigscience-bloom-prequel": 0.065,
-    "internevo": 0.045, "flagperf": 0.07, "torchtitan": 0.08, "sailor-gh200": 0.15,
+    "llm-foundry": 0.035, "vtrain-multi": 0.07, "bigscience-bloom-prequel": 0.042,
+    "internevo": 0.045, "flagperf": 0.03, "torchtitan": 0.065, "sailor-gh200": 0.1,
+    "fms-fsdp": 0.05,
 }  # fmt: skip
 
 
@@ -232,8 +271,8 @@ LIMITS = {
 def test_all_rows_stay_within_the_errors_that_were_reached():
     result = validate(read_rows())
     overall = result.overall()["step_time_s"]
-    assert overall.mean_abs_error <= 0.05 and overall.median_abs_error <= 0.035
-    assert overall.p90_abs_error <= 0.12 and abs(overall.bias) <= 0.02
+    assert overall.mean_abs_error <= 0.047 and overall.median_abs_error <= 0.034
+    assert overall.p90_abs_error <= 0.1 and abs(overall.bias) <= 0.01
     groups = result.groups()
     for name, limit in LIMITS.items():
         assert groups[name]["step_time_s"].mean_abs_error <= limit, name
