@@ -14,11 +14,11 @@ from autopar.cost_models.calibrate import Calibration, calibrate
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
-from autopar.errors import AutoparError, InputError, PlanError
+from autopar.errors import InputError, PlanError
 from autopar.plan.build import apply_plan, make_plan
-from autopar.plan.extras import split_text
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
+from autopar.planning import find_plan, kept_by_search, memory_is_known, planner
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
@@ -28,10 +28,9 @@ from autopar.runtime.measure import measure as time_machine
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
-from autopar.search.find import FIXABLE, Found, Request, find
-from autopar.search.finish import STRATEGY as SEARCH
+from autopar.search.find import FIXABLE, Found, Request
 from autopar.sharding.mesh import Mesh
-from autopar.trace import Traced, trace
+from autopar.trace import trace
 
 __all__ = [
     "CompiledModel",
@@ -179,84 +178,12 @@ def compile(
             check_finite=check_finite,
             planner=None
             if plan is not None
-            else _planner(comm, spec, _mesh(mesh), constraints, optimizer),
+            else planner(comm, spec, _mesh(mesh), constraints, optimizer),
         ),
     )
     if example_inputs is not None or example_kwargs is not None:
         compiled.build(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return compiled
-
-
-def _searched(
-    cluster: ClusterSpec | None, constraints: str | Mapping[str, object] | None
-) -> dict[str, Any] | None:
-    """Constraints that a search keeps; None if they say how to plan without one."""
-    if isinstance(constraints, str):
-        constraints = split_text(constraints)
-    given = dict(constraints or {})
-    named = given.pop("strategy", None)
-    if named == SEARCH or (named is None and cluster is not None and set(given) <= set(FIXABLE)):
-        return given
-    return None
-
-
-def _planner(
-    comm: Communicator,
-    cluster: ClusterSpec | None,
-    mesh: Mesh | None,
-    constraints: str | Mapping[str, object] | None,
-    optimizer: object,
-) -> Callable[[Traced], Plan] | None:
-    """How ranks agree on a plan that is searched for; None if it is made in another way."""
-    kept = _searched(cluster, constraints)
-    if kept is None:
-        return None
-
-    def search_once(traced: Traced) -> Plan:
-        spec = cluster or ClusterSpec.local(comm.world_size)
-        made: Any = None
-        if comm.rank == 0:  # a search that runs out of time ends elsewhere on every rank
-            try:
-                name = optimizer if isinstance(optimizer, str) else "adamw"
-                made = ("plan", _find(traced, spec, mesh, kept, name, Request()).plan.to_json())
-            except AutoparError as error:
-                made = ("error", error)
-        kind, value = comm.gather_objects(made)[0]
-        if kind == "error":
-            raise value
-        return Plan.from_json(value)
-
-    return search_once
-
-
-def _find(
-    traced: Traced,
-    cluster: ClusterSpec,
-    mesh: Mesh | None,
-    kept: Mapping[str, Any],
-    optimizer: str,
-    request: Request,
-) -> Found:
-    if traced.loss is None:
-        raise PlanError(
-            "a search needs the model's loss",
-            expected="a model that returns a scalar, or loss_fn",
-            fix="pass loss_fn, or name a strategy such as constraints='ddp'",
-            where="loss_fn",
-        )
-    found = find(
-        traced.graph,
-        traced.loss,
-        cluster,
-        mesh=mesh,
-        constraints=kept,
-        request=request,
-        optimizer=optimizer,
-        memory_known=_memory_is_known(cluster),
-        notes=traced.notes,
-    )
-    refuse_unkeyed_random(traced.graph, found.sharded.factors, cluster.num_devices)
-    return found
 
 
 def search(
@@ -303,7 +230,7 @@ def search(
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec = _cluster(cluster)
     assert spec is not None
-    kept = _searched(spec, constraints)
+    kept = kept_by_search(spec, constraints)
     if kept is None:
         raise PlanError(
             "the constraints name a strategy or say what axes split, and leave nothing to search",
@@ -314,7 +241,7 @@ def search(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
         on_progress=on_progress,
     )  # fmt: skip
-    return _find(traced, spec, _mesh(mesh), kept, optimizer, request)
+    return find_plan(traced, spec, _mesh(mesh), kept, optimizer, request)
 
 
 def plan(
@@ -377,29 +304,20 @@ def plan_and_predict(
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
-    kept = _searched(spec, constraints)
+    kept = kept_by_search(spec, constraints)
     if kept is not None and traced.loss is not None:
         spec = spec or ClusterSpec.local(axes.size if axes is not None else 1)
-        found = _find(traced, spec, axes, kept, "adamw", Request())
-        return found.plan, found.prediction if _memory_is_known(spec) else None
+        found = find_plan(traced, spec, axes, kept, "adamw", Request())
+        return found.plan, found.prediction if memory_is_known(spec) else None
     if axes is None:
         axes = default_mesh(strategy_name(constraints), spec.num_devices if spec else 1)
     elif spec is not None:
         axes.check_world_size(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
-    if spec is None or traced.loss is None or not _memory_is_known(spec):
+    if spec is None or traced.loss is None or not memory_is_known(spec):
         return made, None
     return made, price(made, traced.graph, spec, loss=traced.loss)
-
-
-def _memory_is_known(cluster: ClusterSpec) -> bool:
-    """Whether the memory of devices is more than a guess."""
-    measured = ("memory.memory_gib" in dict(group.figures) for group in cluster.groups)
-    return all(
-        group.hardware.kind != "cpu" or known
-        for group, known in zip(cluster.groups, measured, strict=True)
-    )
 
 
 def evaluate(

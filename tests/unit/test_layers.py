@@ -21,6 +21,7 @@ LEVELS = (
     {"plan"},
     {"cost_models"},
     {"search", "runtime"},
+    {"planning"},
     {"api", "export", "report"},
     {"cli"},
     {"__main__"},
