@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.allocator import FRAGMENTATION, Reserve, reserve
 from autopar.cost_models.cluster import ClusterSpec
-from autopar.cost_models.collectives import price
 from autopar.cost_models.device import Device
 from autopar.cost_models.events import schedule_of
 from autopar.cost_models.implementation import CPU, CUDA, Implementation
 from autopar.cost_models.layout import Layout, Placement
 from autopar.cost_models.memory import RankMemory, rank_memory, stage_edges, static_memory
+from autopar.cost_models.messages import Messages
 from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
 from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
 from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
@@ -32,7 +32,6 @@ from autopar.cost_models.software import (
     on_device,
 )
 from autopar.cost_models.software import stack as find_stack
-from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
 from autopar.cost_models.stages import StageModel, stage_models
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
@@ -233,6 +232,7 @@ class Evaluator:
         self.graph, self.loss, self.cluster = graph, loss, cluster
         self.software = software or Software.of(cluster.hardware(0))
         self.layout = Layout.of(graph)
+        self._inputs = _given_bytes(graph)
         self._placed: dict[object, Placement] = {}
 
     def evaluate(self, plan: Plan, again: frozenset[str] | None = None) -> Prediction:
@@ -294,7 +294,11 @@ class Evaluator:
         device: Device,
     ) -> RankCost:
         software = self.software
-        memory = rank_memory(models, plan, rank, software.optimizer, gloo=software.gloo)
+        memory = rank_memory(
+            models, plan, rank, software.optimizer, gloo=software.gloo,
+            input_bytes=self._inputs["input"] + self._inputs["constant"],
+            buffer_bytes=self._inputs["buffer"],
+        )  # fmt: skip
         return RankCost(
             rank=rank,
             time=split,
@@ -307,6 +311,14 @@ class Evaluator:
             ),
             capacity_bytes=device.usable_bytes,
         )
+
+
+def _given_bytes(graph: Graph) -> Counter[str]:
+    """Bytes of inputs of the step, constants and buffers, which lie whole on every rank."""
+    found = Counter[str]()
+    for item in graph.inputs:
+        found[item.kind] += item.value.spec.size_bytes
+    return found
 
 
 def evaluate(
@@ -405,7 +417,7 @@ def _simulate(
     speed: Speed,
 ) -> Timeline:
     edges, gradient_edges = stage_edges(models)
-    messages = _Messages(plan, schedule, models, prices)
+    messages = Messages(plan, schedule, models, prices)
     per_update = schedule.microbatches_per_update
     done: Counter[tuple[int, str]] = Counter()
     tasks: dict[tuple[int, str, bool], Task] = {}
@@ -429,63 +441,3 @@ def _simulate(
         schedule, task_of, messages.seconds,
         edges=edges, gradient_edges=gradient_edges, slowdown=speed.slowdown,
     )  # fmt: skip
-
-
-class _Messages:
-    """Seconds of messages between stages."""
-
-    def __init__(
-        self, plan: Plan, schedule: Schedule, models: tuple[StageModel, ...], prices: Prices
-    ) -> None:
-        self.places, self.wires = schedule.stage_ranks, Wires(prices, plan.pipeline.axis)
-        self.sizes: Counter[tuple[int, int, str]] = Counter()
-        for model in models:
-            for item in model.messages:
-                if item.source == model.index:
-                    self.sizes[item.source, item.target, "SEND_F"] += item.size_bytes
-                    if item.gradient:
-                        self.sizes[item.target, item.source, "SEND_B"] += item.size_bytes
-        self.known: dict[tuple[int, int, str], float] = {}
-
-    def seconds(self, action: Action) -> float:
-        """Seconds of the message of a send."""
-        assert action.peer is not None
-        key = (action.stage, action.peer, action.kind)
-        if key not in self.known:
-            self.known[key] = self.wires.seconds(
-                self.places[action.stage], self.places[action.peer], self.sizes[key]
-            )
-        return self.known[key]
-
-
-class Wires:
-    """Seconds between pipeline ranks, for all pipelines of a mesh at the same time.
-
-    Args:
-        prices: Prices on the mesh.
-        axis: The pipeline's axis.
-    """
-
-    def __init__(self, prices: Prices, axis: str) -> None:
-        self.prices, self.axis = prices, axis
-        self.pairs: dict[tuple[int, int], tuple[Span, ...]] = {}
-
-    def seconds(self, source: int, target: int, size_bytes: int) -> float:
-        """Seconds of a message of one pipeline rank to another."""
-        pair = (source, target)
-        if pair not in self.pairs:
-            self.pairs[pair] = self._spans(*pair)
-        found = (price("send", size_bytes, span).seconds for span in self.pairs[pair])
-        return max(found, default=0.0)
-
-    def _spans(self, source: int, target: int) -> tuple[Span, ...]:
-        """What the messages of all pipelines cross, sent at the same time."""
-        if source == target:
-            return ()
-        cluster, mesh = self.prices.cluster, self.prices.mesh
-        size = mesh.axis_size(self.axis)
-        if abs(source - target) in (1, size - 1):
-            near = send_spans(cluster, mesh, self.axis, around=size > 2)
-            return near[min(source, target) if abs(source - target) == 1 else size - 1]
-        groups = axis_groups(mesh, (self.axis,))
-        return spans(cluster, [(group[source], group[target]) for group in groups])

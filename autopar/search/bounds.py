@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.device import Device
-from autopar.cost_models.evaluate import Wires, update_bandwidth
+from autopar.cost_models.evaluate import update_bandwidth
 from autopar.cost_models.events import schedule_of
-from autopar.cost_models.simulate import Task, simulate
-from autopar.schedules.actions import BACKWARDS, Action
+from autopar.cost_models.messages import Wires
+from autopar.schedules.actions import BACKWARDS
 from autopar.schedules.make import SCHEDULES
+from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
+from autopar.search.planned import planned_s
 from autopar.search.problem import Outcome, Problem
 from autopar.search.space import Point
 from autopar.search.stage_cut import (
@@ -23,10 +26,12 @@ from autopar.search.stage_cut import (
     Cut,
     Filled,
     Intervals,
-    after_backward,
+    any_bound,
     cheapest_sum,
     durations,
     fill_all,
+    kernel_seconds,
+    last_backward,
     least_bottleneck,
     least_chain,
     stage_bound,
@@ -37,11 +42,13 @@ from autopar.search.tables import UnitTable
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FORWARD = 0.9
-"""Share of a model's forward of which any part of it has at least that much, beside backward."""
+"""Slope, over the model's mean, of what forward takes at least beside both, but for an offset."""
 SIMULATED = 5000
 """Most forwards of a step that is simulated for a bound."""
 LINEAR = 0.98
 """Saved memory of fewer samples is at least this share of what is proportional to samples."""
+UNSURE = 0.25
+"""Share of the memory that a plan may need beyond static and saved tensors without a surprise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +57,18 @@ class _Totals:
 
     Attributes:
         seconds: Of the fastest option, shape (phases, parts, 1).
+        chain: The same of the units that follow one another in any case.
+        slope: Seconds of forward of the first units, over those of forward and backward, at least;
+        offset: but for so many seconds.
         saved_bytes: Of the option with least.
         held: Of all weights, of those that are trained, and of optimizer state.
         trained_each: Of each parameter that is trained.
     """
 
     seconds: Floats
+    chain: Floats
+    slope: float
+    offset: float
     saved_bytes: float
     held: tuple[float, float, float]
     trained_each: Floats
@@ -68,43 +81,72 @@ class Bounds:
     Attributes:
         problem: The problem.
         exchange: What moves over the data axis.
+        main: See `main_units`.
     """
 
     problem: Problem
     exchange: Exchange = field(init=False)
+    main: NDArray[np.bool_] = field(init=False)
     _totals: dict[object, _Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
     _wholes: dict[object, tuple[float, float]] = field(default_factory=dict)
     _uniform_room: float | None = None
     _under_way: dict[object, list[float]] = field(default_factory=dict)
     _extra: dict[object, float] = field(default_factory=dict)
+    _chains: dict[object, tuple[tuple[Floats, Floats], Floats, Ints]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.problem)
+        self.main = main_units(self.problem.units, self.problem.loss)
         if self.problem.cluster.is_uniform:
             self._uniform_room = self.problem.room_bytes(self.problem.device)
 
     # Level 0: the whole model over the ranks
 
-    def fast(self, point: Point) -> Device:
-        """The fastest of the devices of a point."""
-        if self.problem.cluster.is_uniform:
-            return self.problem.device
-        return max(self.problem.devices(point), key=lambda item: item.peak("bf16"))
+    def totals(self, point: Point, *, anywhere: bool = False) -> _Totals | None:
+        """Sums of the table of a point; None if the model cannot be placed so.
 
-    def totals(self, point: Point) -> _Totals | None:
-        """Sums of the table of a point; None if the model cannot be placed so."""
-        device = self.fast(point)
-        key = (self.problem.alike(point), device.name)
+        Args:
+            point: The point.
+            anywhere: Not on its own devices, but on any of the cluster.
+        """
+        devices = self._devices(point, anywhere=anywhere)
+        key = (self.problem.alike(point), tuple(device.name for device in devices))
         if key not in self._totals:
-            table = self.problem.table(point, device)
+            table = self._fastest_table(point, devices)
             self._totals[key] = None if table is None else self._sum(table)
         return self._totals[key]
 
+    def _devices(self, point: Point, *, anywhere: bool = False) -> tuple[Device, ...]:
+        """The different devices of a point."""
+        problem = self.problem
+        if problem.cluster.is_uniform:
+            return (problem.device,)
+        groups = tuple(group.hardware for group in problem.cluster.groups)
+        found = groups if anywhere else problem.devices(point)
+        return tuple({device.name: device for device in found}.values())
+
+    def _fastest_table(self, point: Point, devices: tuple[Device, ...]) -> UnitTable | None:
+        """The table of a point of which every part is on the device that is fastest at it."""
+        tables = [self.problem.table(point, device) for device in devices]
+        known = [table for table in tables if table is not None]
+        if len(known) < 2:
+            return known[0] if known else None
+        least = np.minimum.reduce([table.seconds for table in known])
+        return replace(known[0], seconds=least)
+
     def _sum(self, table: UnitTable) -> _Totals:
         weight, trained, state = self.problem.parameters.bytes_of(table)
+        speed, each = self.problem.software.speed, table.seconds[-1]
+        forward, backward = durations(each, speed)
+        sums = np.cumsum(each[0] * self.main, axis=-1)
+        start, both = kernel_seconds(sums, speed), np.cumsum(forward + backward)
+        slope = FORWARD * float(start[-1] / both[-1]) if both[-1] else 0.0
         return _Totals(
-            seconds=table.seconds[-1].sum(axis=-1, keepdims=True),
+            seconds=each.sum(axis=-1, keepdims=True),
+            chain=each[..., self.main].sum(axis=-1, keepdims=True),
+            slope=slope,
+            offset=float(np.max(slope * both - start, initial=0.0)),
             saved_bytes=float(table.saved_bytes.sum(axis=-1).min()),
             held=(float(weight.sum()), float(trained.sum()), float(state.sum())),
             trained_each=trained,
@@ -123,7 +165,7 @@ class Bounds:
         largest = self._largest.get(key)
         if largest is None:
             return 0.0
-        totals = self.totals(largest)
+        totals = self.totals(largest, anywhere=True)
         if totals is None:
             return math.inf
         share = self.problem.samples(point) / self.problem.samples(largest)
@@ -157,17 +199,23 @@ class Bounds:
         zero = 3 if lightest else point.zero
         if self.held(point, totals, zero) + saved > self._room(point):
             return math.inf
-        forward, backward = self._microbatch(point, totals, share, lightest)
-        took, ranks, microbatches = forward + backward, point.pipeline, point.microbatches
+        work, late = self._microbatch(point, totals, share, lightest)
+        ranks, microbatches, speed = point.pipeline, point.microbatches, self.problem.software.speed
+        chain = totals.chain * share
+        path = float(kernel_seconds(chain[0], speed)[0])  # a microbatch through all stages
+        if not SCHEDULES[point.schedule].splits_backward:
+            path += float(kernel_seconds(chain[1] + chain[2], speed)[0])
+        took = microbatches * work - late
+        found = max(path, took / ranks)
         if point.schedule == "1f1b" and microbatches > ranks:
-            return took * (microbatches + ranks - 1) / ranks * self.sharing()
-        if point.chunks == 1 and ranks > 1:
+            found = max(found, (took + (ranks - 1) * path) / ranks)
+        elif point.chunks == 1 and ranks > 1:
             # Rank r works M w_r after F_0 .. F_{r-1}: least where all ranks end together.
-            lead = FORWARD * forward / took / microbatches
-            return (
-                max(took, took * lead * microbatches / (1 - (1 - lead) ** ranks)) * self.sharing()
-            )
-        return max(took, took * microbatches / ranks) * self.sharing()
+            lead = totals.slope / microbatches * (work > 0)
+            if (point.zero < 2 or lightest) and lead:
+                even = took * lead / (1 - (1 - lead) ** ranks) - totals.offset * share
+                found = max(found, even)
+        return found * self.sharing()
 
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""
@@ -183,7 +231,10 @@ class Bounds:
     def _microbatch(
         self, point: Point, totals: _Totals, share: float, lightest: bool
     ) -> tuple[float, float]:
-        """Seconds of forward and of backward of the whole model."""
+        """Seconds of forward and backward of the whole model, and those that the last one saves.
+
+        The last backward does not wait for the collectives beside it.
+        """
         moves = point.zero >= 2 and not lightest
         mesh = (point.mesh, point.zero) if moves else ()
         key = (id(totals), share, mesh)
@@ -196,8 +247,11 @@ class Bounds:
                         each.scattered, each.gathered, each.summed, each.returned
                     ))
                 ).put(seconds)  # fmt: skip
-            forward, backward = durations(seconds, self.problem.software.speed)
-            self._wholes[key] = float(forward[0]), float(backward[0])
+            speed = self.problem.software.speed
+            forward, backward = durations(seconds, speed)
+            alone = kernel_seconds(seconds[1] + seconds[2], speed)
+            late = max(0.0, float(backward[0] - alone[0]))
+            self._wholes[key] = float(forward[0] + backward[0]), late
         return self._wholes[key]
 
     def sharing(self) -> float:
@@ -249,7 +303,8 @@ class Bounds:
         )
         speed = problem.software.speed
         updated = trained / (point.data if point.zero else 1)
-        update_s = updated * speed.update_passes / update_bandwidth(self.fast(point))
+        bandwidth = max(map(update_bandwidth, self._devices(point)))
+        update_s = updated * speed.update_passes / bandwidth
         return Intervals(
             start=start,
             stop=stop,
@@ -317,7 +372,7 @@ class Bounds:
             )  # fmt: skip
             for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
                 filled[stage] = made[row]
-        return Stages(by_device[devices[0].name], filled)
+        return Stages([by_device[devices[rank].name] for rank in places], filled)
 
     def _window(
         self, point: Point, intervals: Intervals, stages: Ints, limit: float
@@ -330,10 +385,11 @@ class Bounds:
         if math.isinf(limit) or point.schedule != "1f1b" or point.pipeline == 1:
             return None
         most = limit / self.sharing() / point.microbatches * (1 + 1e-9)
-        forward, backward = self._fastest(point)
-        done = forward + backward
-        before, behind = done[intervals.start], done[-1] - done[intervals.stop]
-        own = done[intervals.stop] - before <= most
+        (forward, backward), behind, _ = self._fastest(point)
+        before, behind = (forward + backward)[intervals.start], behind[intervals.stop]
+        speed = self.problem.software.speed
+        plain, last = sum(intervals.plain(speed)), intervals.plain(speed)[1]
+        own = plain - (last - intervals.alone(speed)) / point.microbatches <= most
         number = stages[:, None]
         return own & (before <= number * most) & (behind <= (point.pipeline - 1 - number) * most)
 
@@ -379,8 +435,9 @@ class Bounds:
         """
         problem, point = self.problem, outcome.candidate.point
         devices, under_way = problem.devices(point), self.under_way(point)
-        intervals, planned = stages.intervals, [0.0] * point.pipeline
+        planned = [0.0] * point.pipeline
         for stage, rank in enumerate(schedule_of(point.plan()).stage_ranks):
+            intervals = stages.each[stage]
             k, filled = cut.chosen[stage], stages.filled[stage]
             low, high = intervals.saved[filled.low[k], k], intervals.saved[filled.high[k], k]
             share = filled.upgraded[k] / max(intervals.layers[k], 1.0)
@@ -408,17 +465,19 @@ class Bounds:
         stages = self.stages(point, None, relaxed=True, lightest=True, limit=limit)
         if stages is None:
             return math.inf
-        intervals, count = stages.intervals, point.num_stages
-        if point.schedule == "1f1b":
-            chain = Chain(microbatches=point.microbatches, fastest=self._fastest(point))
-            costs = [
-                stage_bound(item, intervals, chain, stage, count)
-                for stage, item in enumerate(stages.filled)
-            ]
-            found = least_bottleneck(intervals, costs)[0] * self.sharing()
-            return max(found, limit) if math.isinf(found) and math.isfinite(limit) else found
-        cut = self.even(stages)
-        return math.inf if cut is None else self._worked(point, stages, cut) * self.sharing()
+        found = self._any_cut(point, stages, self._chain(point)) * self.sharing()
+        return max(found, limit) if math.isinf(found) and math.isfinite(limit) else found
+
+    def _any_cut(self, point: Point, stages: Stages, chain: Chain) -> float:
+        """Seconds that the best cut takes at least, looking at one stage at a time."""
+        count, whole = point.num_stages, not SCHEDULES[point.schedule].splits_backward
+        costs = [
+            stage_bound(item, mine, chain, stage, count)
+            if point.schedule == "1f1b"
+            else any_bound(item, mine, chain, stage, whole=whole)
+            for stage, (mine, item) in enumerate(zip(stages.each, stages.filled, strict=True))
+        ]
+        return least_bottleneck(stages.intervals, costs)[0]
 
     def even(self, stages: Stages) -> Cut | None:
         """The most even cut: of other schedules than 1F1B no other is in the space."""
@@ -426,25 +485,6 @@ class Bounds:
         least, _ = least_bottleneck(stages.intervals, costs)
         squares = [cost**2 for cost in costs]
         return cheapest_sum(stages.intervals, costs, squares, least * (1 + 1e-12))
-
-    def _worked(self, point: Point, stages: Stages, cut: Cut) -> float:
-        """Seconds that stages take at least.
-
-        For every rank what lies before its first stage, all its programs, and what lies behind the
-        last backward of that stage.
-        """
-        places = schedule_of(point.plan()).stage_ranks
-        chosen = list(enumerate(cut.chosen))
-        forward = [float(stages.filled[s].forward_s[k]) for s, k in chosen]
-        backward = [float(stages.filled[s].backward_s[k]) for s, k in chosen]
-        whole = not SCHEDULES[point.schedule].splits_backward
-        best = 0.0
-        for rank in range(point.pipeline):
-            mine = [stage for stage, place in enumerate(places) if place == rank]
-            work = point.microbatches * sum(forward[s] + backward[s] for s in mine)
-            after = sum(backward[: mine[0]]) if whole else 0.0
-            best = max(best, sum(forward[: mine[0]]) + work + after)
-        return best
 
     def cut(
         self, point: Point, limit: float = math.inf, over: tuple[float, ...] | None = None
@@ -460,79 +500,87 @@ class Bounds:
         if stages is None:
             return math.inf
         wires, sharing = Wires(self.problem.prices(point), "pp"), self.sharing()
-
-        def message_s(stage: int, sizes: Floats) -> Floats:
-            known = {size: wires.seconds(stage, stage + 1, int(size)) for size in np.unique(sizes)}
-            return np.array([known[size] for size in sizes])
-
+        chain = self._chain(point, stages, wires)
         if point.schedule == "1f1b":
-            hop_s = 0.0
-            if point.pipeline > 1:
-                least = stages.intervals.edge_bytes[stages.intervals.start > 0].min()
-                hop_s = min(
-                    wires.seconds(stage, stage + 1, int(least))
-                    for stage in range(point.pipeline - 1)
-                )
-            ends = after_backward(stages.filled[0], stages.intervals)
-            usable = (stages.intervals.start == 0) & np.isfinite(stages.filled[0].forward_s)
-            chain = Chain(
-                microbatches=point.microbatches, fastest=self._fastest(point), hop_s=hop_s,
-                end_s=float(ends[usable].min(initial=np.inf)),
-            )  # fmt: skip
-            found = least_chain(stages.intervals, stages.filled, chain, message_s, limit / sharing)
+
+            def message_s(stage: int, sizes: Floats) -> Floats:
+                known = {
+                    size: wires.seconds(stage, stage + 1, int(size)) for size in np.unique(sizes)
+                }
+                return np.array([known[size] for size in sizes])
+
+            found = least_chain(stages.each, stages.filled, chain, message_s, limit / sharing)
             return found * sharing
-        cut = self.even(stages)
-        if cut is None:
-            return math.inf
-        if point.microbatches * point.num_stages > SIMULATED:
-            return self._worked(point, stages, cut) * sharing
-        return self._planned(point, stages, cut, wires) * sharing
+        found = self._any_cut(point, stages, chain)
+        small = point.microbatches * point.num_stages <= SIMULATED
+        if small and found < limit / sharing and math.isfinite(found):
+            cut = self._sure_cut(point, stages)
+            if cut is not None:
+                speed, each = self.problem.software.speed, self._programs(point, stages)
+                planned = planned_s(point, each, stages.filled, cut, chain, wires, speed)
+                found = max(found, planned)
+        return found * sharing
 
-    def _planned(self, point: Point, stages: Stages, cut: Cut, wires: Wires) -> float:
-        """Seconds of a step of given stages: simulated, without what only a tape of each tells."""
-        schedule = schedule_of(point.plan())
-        chosen = list(enumerate(cut.chosen))
-        tasks: dict[tuple[str, int], Task] = {}
-        for stage, k in chosen:
-            forward = float(stages.filled[stage].forward_s[k])
-            backward = float(stages.filled[stage].backward_s[k])
-            late = float(after_backward(stages.filled[stage], stages.intervals)[k])
-            parts = stages.intervals.sums[-1, 1:3, 0:2, k].sum(axis=1)
-            share = parts[1] / parts.sum() if parts.sum() else 0.0
-            tasks["F", stage] = Task(compute_s=forward)
-            tasks["B", stage] = Task(compute_s=backward)
-            tasks["I", stage] = Task(compute_s=backward * (1 - share))
-            tasks["W", stage] = Task(compute_s=backward * share)
-            tasks["REDUCE", stage] = Task()
-            tasks["UPDATE", stage] = Task(compute_s=late)
-        sizes = [float(stages.intervals.edge_bytes[k]) for _, k in chosen]
-        known: dict[tuple[int, int], float] = {}
+    def _programs(self, point: Point, stages: Stages) -> list[Intervals]:
+        """The candidates with the seconds of every program, if backward is split."""
+        if not SCHEDULES[point.schedule].splits_backward:
+            return stages.each
+        found: dict[str, Intervals] = {}
+        devices = self.problem.devices(point)
+        for device in devices:
+            if device.name not in found:
+                table = self.problem.table(point, device, weight=True)
+                assert table is not None
+                found[device.name] = self.intervals(point, table, self.longest(point))
+        return [found[devices[rank].name] for rank in schedule_of(point.plan()).stage_ranks]
 
-        def transfer_s(action: Action) -> float:
-            assert action.peer is not None
-            pair = (action.stage, action.peer)
-            if pair not in known:
-                places = schedule.stage_ranks
-                size = int(sizes[max(pair)])
-                known[pair] = wires.seconds(places[action.stage], places[action.peer], size)
-            return known[pair]
-
-        return simulate(
-            schedule, lambda action: tasks[action.kind, action.stage], transfer_s
-        ).step_s
-
-    def _fastest(self, point: Point) -> tuple[Floats, Floats]:
-        """Prefix sums of what forward and backward of units take at least."""
-        table = self.problem.table(point, self.fast(point))
-        assert table is not None
-        overlap = self.problem.software.speed.overlap
-        parts = table.seconds[-1]
-        each = parts[:, 0] + parts[:, 1] + (1 - overlap) * parts[:, 2]
-        forward, backward = each[0], each[1] + each[2]
-        return (
-            np.concatenate(([0.0], np.cumsum(forward))),
-            np.concatenate(([0.0], np.cumsum(backward))),
+    def _sure_cut(self, point: Point, stages: Stages) -> Cut | None:
+        """The most even cut, if it is one that memory will not change."""
+        spare = tuple(
+            max(extra, UNSURE * self.problem.room_bytes(device))
+            for extra, device in zip(self.extra(point), self.problem.devices(point), strict=True)
         )
+        cut, less = self.even(stages), self.stages(point, spare, relaxed=False)
+        sure = less is not None and cut is not None and self.even(less) == cut
+        return cut if sure else None
+
+    def _chain(
+        self, point: Point, stages: Stages | None = None, wires: Wires | None = None
+    ) -> Chain:
+        """What bounds need to know of a step."""
+        before, after, side = self._fastest(point)
+        chain = Chain(microbatches=point.microbatches, before=before, after=after, side=side)
+        if stages is None or wires is None or point.pipeline == 1:
+            return chain
+        intervals, first = stages.intervals, stages.filled[0]
+        places = schedule_of(point.plan()).stage_ranks
+        pairs = sorted(set(pairwise(places)))
+        least = 0.0 if side[-1] else intervals.edge_bytes[intervals.start > 0].min()
+        hop_s = min(wires.seconds(here, there, int(least)) for here, there in pairs)
+        ends = last_backward(first, intervals) - first.alone_s
+        usable = (intervals.start == 0) & np.isfinite(first.forward_s)
+        end_s = float(ends[usable].min(initial=np.inf)) if self.main[0] else 0.0
+        return replace(chain, hop_s=hop_s, end_s=max(0.0, end_s))
+
+    def _fastest(self, point: Point) -> tuple[tuple[Floats, Floats], Floats, Ints]:
+        """What units take before others, and with those behind them, and how many are aside."""
+        devices = self._devices(point)
+        key = (self.problem.alike(point), tuple(device.name for device in devices))
+        if key not in self._chains:
+            table = self._fastest_table(point, devices)
+            assert table is not None
+            parts = table.seconds[-1] * self.main
+            zero = np.zeros((*parts.shape[:-1], 1))
+            prefix = np.concatenate((zero, np.cumsum(parts, axis=-1)), axis=-1)
+            rest = np.maximum(prefix[..., -1:] - prefix, 0.0)
+            speed = self.problem.software.speed
+            before, after = (
+                (kernel_seconds(sums[0], speed), kernel_seconds(sums[1] + sums[2], speed))
+                for sums in (prefix, rest)
+            )
+            side = np.concatenate(([0], np.cumsum(~self.main)))
+            self._chains[key] = (before, after[0] + after[1], side)
+        return self._chains[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,15 +588,20 @@ class Stages:
     """Candidates for the stages of a point.
 
     Attributes:
-        intervals: The candidates.
+        each: For every stage the candidates as they are on its device.
         filled: For every stage what each of them can keep there.
     """
 
-    intervals: Intervals
+    each: list[Intervals]
     filled: list[Filled]
+
+    @property
+    def intervals(self) -> Intervals:
+        """The candidates, as far as they do not depend on the device."""
+        return self.each[0]
 
 
 _NOTHING = Filled(
-    forward_s=np.zeros(0), backward_s=np.zeros(0), low=np.zeros(0, np.int64),
+    forward_s=np.zeros(0), backward_s=np.zeros(0), alone_s=np.zeros(0), low=np.zeros(0, np.int64),
     high=np.zeros(0, np.int64), upgraded=np.zeros(0),
 )  # fmt: skip

@@ -71,14 +71,29 @@ def candidates(problem: Problem, point: Point) -> Iterator[Candidate]:
 
 
 def _mixes(problem: Problem, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """All (low, high, upgraded) of a stage."""
-    layers = sum(number >= 0 for number in problem.units.block[start:stop])
+    """All (low, high, upgraded) of a stage that differ in what is computed again."""
+    layers = [problem.units.block[unit] >= 0 for unit in range(start, stop)]
     options = range(len(problem.policies))
-    uniform = [(option, option, 0) for option in options]
-    mixed = [
+    mixes = [(option, option, 0) for option in options]
+    mixes += [
         (low, high, count)
         for low, high in product(options, options)
         if low != high
-        for count in range(1, layers + 1)
+        for count in range(1, sum(layers) + 1)
     ]
-    return uniform + mixed
+    found: dict[object, tuple[int, int, int]] = {}
+    for low, high, count in mixes:
+        left, again = count, []
+        for unit, layer in zip(range(start, stop), layers, strict=True):
+            option = high if layer and left > 0 else low
+            left -= layer and left > 0
+            again.append(_computed_again(problem, unit, option))
+        found.setdefault(tuple(again), (low, high, count))
+    return list(found.values())
+
+
+def _computed_again(problem: Problem, unit: int, option: int) -> frozenset[str]:
+    """Names of the nodes of a unit that backward computes again."""
+    nodes = problem.graph.nodes
+    names = {nodes[index].name for index in problem.units.nodes[unit]}
+    return frozenset(names & problem.policies[option])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 from autopar.plan.build import describe, place_graph
+from autopar.plan.keys import op_keys
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import node_patterns
+from autopar.plan.recompute import node_patterns, resolve_recompute
 from autopar.plan.strategies import Constraints
 from autopar.search.problem import Candidate, Problem
 from autopar.search.result import SearchResult
@@ -48,11 +51,64 @@ def finish(
             cuts=light.pipeline.cuts,
         ),
         zero=ZeroPlan(stage=light.zero.stage, axes=light.zero.axes),
-        recompute=node_patterns(problem.graph, problem.again(candidate)),
+        recompute=recompute_of(problem, candidate),
     )
     sharded = place_graph(problem.graph, mesh, constraints, factors, light)
     plan = describe(sharded, mesh, constraints, notes)
     return replace(plan, searched=True), sharded
+
+
+def recompute_of(problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+    """Patterns for what a candidate computes again: of most layers, then of those that differ.
+
+    Args:
+        problem: The problem.
+        candidate: The candidate.
+    """
+    again = problem.again(candidate)
+    if not again:
+        return ()
+    graph, units = problem.graph, problem.units
+    chosen = {
+        unit: frozenset(name for name in names if name in again)
+        for unit in range(units.count)
+        if units.block[unit] >= 0
+        for names in [[graph.nodes[index].name for index in units.nodes[unit]]]
+    }
+    options = problem.options_of(candidate)
+    usual = Counter(options[unit] for unit in chosen).most_common(1)
+    policy = problem.policies[usual[0][0]] if usual else frozenset()
+    rest = again.difference(*chosen.values())
+    layers = frozenset(graph.nodes[index].name for unit in chosen for index in units.nodes[unit])
+    found = list(node_patterns(graph, (policy & layers) | rest))
+    for unit, names in chosen.items():
+        if options[unit] == usual[0][0]:
+            continue
+        found += _in_copy(problem, unit, names, dropped=bool(policy))
+    made = tuple(found)
+    assert resolve_recompute(graph, made) == again, "patterns stand for what was chosen"
+    return made
+
+
+def _in_copy(problem: Problem, unit: int, names: frozenset[str], *, dropped: bool) -> list[str]:
+    """Patterns for exactly the nodes `names` of a copy of a block, whatever others say.
+
+    Args:
+        problem: The problem.
+        unit: The copy.
+        names: Its nodes that are computed again.
+        dropped: Whether patterns before these match some of its nodes.
+    """
+    nodes, keys = problem.graph.nodes, op_keys(problem.graph)
+    mine, path = problem.units.nodes[unit], problem.path_of(unit)
+    inner = any(nodes[index].module != path for index in mine)
+    outer = any(nodes[index].module == path for index in mine)
+    whole = [f"{path}/*"] * outer + [f"{path}.*/*"] * inner
+    if 2 * len(names) > len(mine):
+        kept = [keys[index] for index in mine if nodes[index].name not in names]
+        return whole + ["!" + re.sub(r"([*?[])", r"[\1]", key) for key in kept]
+    drops = [f"!{pattern}" for pattern in whole] if dropped else []
+    return drops + list(node_patterns(problem.graph, names))
 
 
 def certificate_note(result: SearchResult) -> str:

@@ -201,12 +201,19 @@ class Problem:
         """Samples of a microbatch on the rank with most."""
         return -(-self.space.batch // (point.microbatches * point.data))
 
-    def table(self, point: Point, device: Device) -> UnitTable | None:
-        """Seconds and bytes of all units; None where the model cannot be placed so."""
+    def table(self, point: Point, device: Device, *, weight: bool = False) -> UnitTable | None:
+        """Seconds and bytes of all units; None where the model cannot be placed so.
+
+        Args:
+            point: The point.
+            device: What it runs on.
+            weight: Whether what only gradients of parameters wait for is a program of its own, as
+                under schedules that split backward; else what it takes may be booked on either.
+        """
         alike = self.alike(point)
-        key = (alike, device.name)
+        key = (alike, device.name, weight)
         if key not in self._known.tables:
-            self._known.tables[key] = self._table(alike.plan(), device)
+            self._known.tables[key] = self._table(alike.plan(), device, weight)
         return self._known.tables[key]
 
     def alike(self, point: Point) -> Point:
@@ -227,15 +234,16 @@ class Problem:
             self._known.prices[key] = Prices(self.cluster, *fine_mesh_of(point.plan()))
         return self._known.prices[key]
 
-    def _table(self, plan: Plan, device: Device) -> UnitTable | None:
+    def _table(self, plan: Plan, device: Device, weight: bool) -> UnitTable | None:
         try:
             placement = self.evaluator.place(plan)
         except PlanError:
             return None
         prices = Prices(self.cluster, *fine_mesh_of(plan))
         return unit_table(
-            self.units, placement, plan, self.loss, self.policies, device, prices, self.software
-        )
+            self.units, placement, plan, self.loss, self.policies, device, prices, self.software,
+            weight=weight,
+        )  # fmt: skip
 
     # Exact
 
@@ -245,23 +253,33 @@ class Problem:
         plan = candidate.point.plan(tuple(starts[edge] for edge in candidate.edges))
         return replace(plan, overrides=dict(candidate.overrides)) if candidate.overrides else plan
 
-    def again(self, candidate: Candidate) -> frozenset[str]:
-        """Names of the nodes that backward computes again."""
-        units, nodes = self.units, self.graph.nodes
+    def options_of(self, candidate: Candidate) -> tuple[int, ...]:
+        """Option of every unit."""
+        units, found = self.units, []
         edges = (0, *candidate.edges, units.count)
-        found: set[str] = set()
         for stage in range(len(edges) - 1):
             left = candidate.upgraded[stage]
             for unit in range(edges[stage], edges[stage + 1]):
                 option = candidate.low[stage]
                 if units.block[unit] >= 0 and left > 0:
                     option, left = candidate.high[stage], left - 1
-                policy = self.policies[option]
-                if policy:
-                    found.update(
-                        nodes[i].name for i in units.nodes[unit] if nodes[i].name in policy
-                    )
+                found.append(option)
+        return tuple(found)
+
+    def again(self, candidate: Candidate) -> frozenset[str]:
+        """Names of the nodes that backward computes again."""
+        units, nodes = self.units, self.graph.nodes
+        found: set[str] = set()
+        for unit, option in enumerate(self.options_of(candidate)):
+            policy = self.policies[option]
+            if policy:
+                found.update(nodes[i].name for i in units.nodes[unit] if nodes[i].name in policy)
         return frozenset(found)
+
+    def path_of(self, unit: int) -> str:
+        """Module path of a unit that is a copy of a block."""
+        member = self.layout.members[self.units.nodes[unit][0]]
+        return self.layout.blocks[member.block].paths[member.copy]
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Everything predicted of a candidate.

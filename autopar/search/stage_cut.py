@@ -58,12 +58,30 @@ class Intervals:
     edge_bytes: Floats
     num_units: int
     _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
+    _alone: list[Floats] = field(default_factory=list)
 
     def plain(self, speed: Speed) -> tuple[Floats, Floats]:
         """Seconds of F and B where nothing is computed again."""
         if not self._plain:
             self._plain.append(durations(self.sums[-1], speed))
         return self._plain[0]
+
+    def alone(self, speed: Speed) -> Floats:
+        """Seconds of B at least if it does not wait for the collectives beside it."""
+        if not self._alone:
+            self._alone.append(kernel_seconds(self.sums[-1, 1] + self.sums[-1, 2], speed))
+        return self._alone[0]
+
+
+def kernel_seconds(parts: Floats, speed: Speed) -> Floats:
+    """Seconds of a program at least if it does not wait for the collectives beside it.
+
+    Args:
+        parts: See `program_seconds`.
+        speed: Of the software.
+    """
+    compute, inline, beside, _, host = parts
+    return race(compute + inline, host) + (1 - speed.overlap) * beside
 
 
 def program_seconds(parts: Floats, speed: Speed) -> Floats:
@@ -106,10 +124,12 @@ class Filled:
         low: Option of all units, shape (K,).
         high: Option of as many layers as `upgraded` says, shape (K,).
         upgraded: Shape (K,); whole numbers unless relaxed.
+        alone_s: See `Intervals.alone`, shape (K,).
     """
 
     forward_s: Floats
     backward_s: Floats
+    alone_s: Floats
     low: Ints
     high: Ints
     upgraded: Floats
@@ -147,6 +167,7 @@ def fill_all(
     found = Filled(
         forward_s=np.full(shape, np.inf),
         backward_s=np.full(shape, np.inf),
+        alone_s=intervals.alone(speed),
         low=np.full(shape, last),
         high=np.full(shape, last),
         upgraded=np.zeros(shape),
@@ -170,6 +191,7 @@ def fill_all(
         Filled(
             forward_s=found.forward_s[stage],
             backward_s=found.backward_s[stage],
+            alone_s=found.alone_s,
             low=found.low[stage],
             high=found.high[stage],
             upgraded=found.upgraded[stage],
@@ -286,11 +308,9 @@ def cheapest_sum(
     return Cut(chosen=tuple(reversed(chosen)), value=float(best[-1]))
 
 
-def after_backward(filled: Filled, intervals: Intervals) -> Floats:
-    """Seconds from the end of a stage's last backward to that of its update, at least."""
-    with np.errstate(invalid="ignore"):
-        left = np.maximum(intervals.sync_s - filled.backward_s, 0.0)
-    return left + intervals.tail_s
+def last_backward(filled: Filled, intervals: Intervals) -> Floats:
+    """Seconds from the start of a stage's last backward to the end of its update, at least."""
+    return np.maximum(filled.backward_s, intervals.sync_s) + intervals.tail_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -299,15 +319,25 @@ class Chain:
 
     Attributes:
         microbatches: M.
-        fastest: Prefix sums over units of seconds that F and B take at least, shape (units + 1,).
+        before: Seconds that F, and that B, of the units before each take at least, one after the
+            other, shape (units + 1,).
+        after: Seconds that F and B of each unit and those behind it take, shape (units + 1,).
+        side: Number of units before each that need not wait for one another, shape (units + 1,).
         hop_s: Seconds of any message between neighbours, at least.
         end_s: Seconds of what the first stage does after its last backward, at least.
     """
 
     microbatches: int
-    fastest: tuple[Floats, Floats]
+    before: tuple[Floats, Floats]
+    after: Floats
+    side: Ints
     hop_s: float = 0.0
     end_s: float = 0.0
+
+    def on_chain(self, intervals: Intervals) -> NDArray[np.bool_]:
+        """Whether candidates have a unit of the chain, so that others wait for them."""
+        beside = self.side[intervals.stop] - self.side[intervals.start]
+        return np.asarray(beside < intervals.stop - intervals.start)
 
 
 def stage_bound(
@@ -325,24 +355,51 @@ def stage_bound(
     f, b, microbatches = filled.forward_s, filled.backward_s, chain.microbatches
     before, behind = _outside(filled, intervals, chain, stage)
     later = num_stages - stage - 1
-    after = sum(sums[-1] - sums[intervals.stop] for sums in chain.fastest)
-    after = after + 2 * later * chain.hop_s
+    hops = np.maximum(later - (chain.side[-1] - chain.side[intervals.stop]), 0)
+    after = np.where(
+        chain.on_chain(intervals), chain.after[intervals.stop] + 2 * hops * chain.hop_s, 0.0
+    )
     own = min(later + 1, microbatches) - 1
     with np.errstate(invalid="ignore"):
         first = np.maximum(after - own * f, 0.0)
         second = np.maximum(after - own * b, 0.0)
         both = first + second if microbatches > later + 1 else np.maximum(first, second)
-        found = before + microbatches * (f + b) + both + behind
+        found = before + microbatches * f + (microbatches - 1) * b + both + behind
     return np.where(np.isfinite(f), found, np.inf)
 
 
 def _outside(
     filled: Filled, intervals: Intervals, chain: Chain, stage: int
 ) -> tuple[Floats, Floats]:
-    """Seconds before a stage's first forward and behind its last backward, at least."""
-    before, back = (sums[intervals.start] + stage * chain.hop_s for sums in chain.fastest)
-    end = chain.end_s if stage else 0.0
-    return before, np.maximum(back + end, after_backward(filled, intervals))
+    """Seconds before a stage's first forward and from its last backward on, at least."""
+    hops = np.maximum(stage - chain.side[intervals.start], 0)
+    waits = chain.on_chain(intervals)
+    before, back = (
+        np.where(waits, sums[intervals.start] + hops * chain.hop_s, 0.0) for sums in chain.before
+    )
+    end = np.where(hops * waits > 0, chain.end_s, 0.0)
+    return before, np.maximum(filled.alone_s + back + end, last_backward(filled, intervals))
+
+
+def any_bound(
+    filled: Filled, intervals: Intervals, chain: Chain, stage: int, *, whole: bool
+) -> Floats:
+    """Seconds that a step of any schedule takes at least if a candidate is stage `stage`.
+
+    Args:
+        filled: Candidates with what they can keep.
+        intervals: The candidates.
+        chain: The step.
+        stage: Number of the stage.
+        whole: Whether a backward is one program, so that stages before wait for all of it.
+    """
+    before, behind = _outside(filled, intervals, chain, stage)
+    if not whole:
+        behind = np.maximum(filled.alone_s, last_backward(filled, intervals))
+    work = chain.microbatches * filled.forward_s
+    with np.errstate(invalid="ignore"):
+        found = before + work + (chain.microbatches - 1) * filled.backward_s + behind
+    return np.where(np.isfinite(filled.forward_s), found, np.inf)
 
 
 def pair_bound(
@@ -371,18 +428,23 @@ def pair_bound(
     """
     here, there = pairs
     f, b = filled[0].forward_s[here], filled[0].backward_s[here]
-    both = f + b + filled[1].forward_s[there] + filled[1].backward_s[there] + 2 * message_s
+    last = filled[1].backward_s[there]
+    both = f + b + filled[1].forward_s[there] + last + 2 * message_s
     ahead, microbatches = num_stages - 1 - stage, chain.microbatches
     turns = (microbatches - ahead) // 2
     if turns <= 0:
         return np.zeros(len(here))
     before, behind = (part[here] for part in _outside(filled[0], intervals, chain, stage))
-    left = (microbatches - ahead + 1 - 2 * turns) * f + (microbatches - 2 * turns + 1) * b
-    return np.asarray(before + (ahead - 1) * f + turns * both + left + behind)
+    left = (microbatches - ahead + 1 - 2 * turns) * f + (microbatches - 2 * turns) * b
+    # The last backward of the next stage does not wait for its collectives either.
+    found = before + (ahead - 1) * f + turns * both + left + behind
+    found -= np.maximum(last - filled[1].alone_s[there], 0.0)
+    waits = chain.on_chain(intervals)
+    return np.where(waits[here] & waits[there], found, 0.0)
 
 
 def least_chain(
-    intervals: Intervals,
+    intervals: list[Intervals],
     filled: list[Filled],
     chain: Chain,
     message_s: Callable[[int, Floats], Floats],
@@ -391,32 +453,35 @@ def least_chain(
     """Seconds that a 1F1B step takes at least, whatever the cut.
 
     Args:
-        intervals: The candidates.
+        intervals: For every stage the candidates.
         filled: For every stage what they can keep.
         chain: The step.
         message_s: From the number of a stage and bytes to seconds of a message to the next.
         limit: Where the bound is not below it, it need not be exact.
     """
-    count = len(filled)
-    costs = [stage_bound(item, intervals, chain, stage, count) for stage, item in enumerate(filled)]
-    least, tables = least_bottleneck(intervals, costs)
+    count, same = len(filled), intervals[0]
+    costs = [
+        stage_bound(item, mine, chain, stage, count)
+        for stage, (mine, item) in enumerate(zip(intervals, filled, strict=True))
+    ]
+    least, tables = least_bottleneck(same, costs)
     if count == 1 or least >= limit:
         return least
-    back = _least_from_behind(intervals, costs)
+    back = _least_from_behind(same, costs)
     kept = []
     for stage, cost in enumerate(costs):
-        reach = np.maximum(tables[stage][intervals.start], back[stage + 1][intervals.stop])
+        reach = np.maximum(tables[stage][same.start], back[stage + 1][same.stop])
         kept.append(np.flatnonzero(np.maximum(reach, cost) < limit))
     value = costs[0][kept[0]]
     for stage in range(count - 1):
-        here, there = _pairs(intervals, kept[stage], kept[stage + 1])
+        here, there = _pairs(same, kept[stage], kept[stage + 1])
         if not len(here):
             return limit
         first, second = kept[stage][here], kept[stage + 1][there]
-        wait = message_s(stage, intervals.edge_bytes[second])
+        wait = message_s(stage, same.edge_bytes[second])
         bound = pair_bound(
-            (filled[stage], filled[stage + 1]), intervals, chain, stage, count, (first, second),
-            wait,
+            (filled[stage], filled[stage + 1]), intervals[stage], chain, stage, count,
+            (first, second), wait,
         )  # fmt: skip
         reached = np.maximum(np.maximum(value[here], bound), costs[stage + 1][second])
         value = np.full(len(kept[stage + 1]), np.inf)

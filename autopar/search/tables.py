@@ -53,7 +53,8 @@ class UnitTable:
         seconds: Shape (options, phases, parts, units), see `PHASES` and `PARTS`.
         saved_bytes: What forward leaves for backward; shape (options, units).
         numel: Local elements of every parameter, in the order of the graph.
-        edge_bytes: Local bytes that a unit takes from the one before it, shape (units,).
+        edge_bytes: Local bytes that a unit takes from the one before it, as far as their gradients
+            go back, shape (units,).
     """
 
     seconds: Floats
@@ -71,6 +72,8 @@ def unit_table(
     device: Device,
     prices: Prices,
     software: Software,
+    *,
+    weight: bool = False,
 ) -> UnitTable:
     """Tape a model and book what it does on units.
 
@@ -83,6 +86,7 @@ def unit_table(
         device: What it runs on.
         prices: Of collectives.
         software: How it is carried out.
+        weight: Whether what only gradients of parameters wait for is a program of its own.
     """
     rank = Rank.of(placement.sharded.mesh)
     task, stand_in = single_stage(placement, plan, loss, software.implementation)
@@ -90,7 +94,7 @@ def unit_table(
     book = _Book(units, stand_in, taped, device, prices, software, rank)
     seconds, saved = [], []
     for again in options:
-        programs = split(taped, again)
+        programs = split(taped, again, weight=weight)
         seconds.append(book.seconds(programs))
         saved.append(book.saved(programs))
     local = rank.grid.local_shape
@@ -107,12 +111,14 @@ def unit_table(
 
 
 def _edge_bytes(units: Units, placement: Placement, rank: Rank) -> Floats:
-    """Local bytes that units take from the one before."""
+    """Local bytes that units take from the one before, and whose gradients they give back."""
     found = np.zeros(units.count)
     known: dict[object, int] = {}
     for unit, names in enumerate(units.taken):
         for name in names:
             spec, pair = units.graph.spec(name), placement.pair(name)
+            if not spec.requires_grad:
+                continue
             key = (spec.shape, spec.dtype, id(pair))
             if key not in known:
                 shape = rank.grid.local_shape(spec.shape, pair.forward)

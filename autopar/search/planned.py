@@ -1,0 +1,109 @@
+"""A step of given stages, simulated without what only the tape of each stage tells: a bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.cost_models.events import schedule_of
+from autopar.cost_models.messages import Wires
+from autopar.cost_models.pricing import Speed
+from autopar.cost_models.simulate import Task, simulate
+from autopar.schedules.actions import Action
+from autopar.search.space import Point
+from autopar.search.stage_cut import (
+    Chain,
+    Cut,
+    Filled,
+    Floats,
+    Intervals,
+    kernel_seconds,
+    program_seconds,
+)
+
+PHASES = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
+
+
+def planned_s(
+    point: Point,
+    intervals: list[Intervals],
+    filled: list[Filled],
+    cut: Cut,
+    chain: Chain,
+    wires: Wires,
+    speed: Speed,
+) -> float:
+    """Seconds of a step of given stages, at least.
+
+    Args:
+        point: The point.
+        intervals: For every stage the candidates.
+        filled: For every stage what they keep.
+        cut: The numbers of those that are taken.
+        chain: What is known of the step.
+        wires: Between pipeline ranks.
+        speed: Of the software.
+    """
+    schedule = schedule_of(point.plan())
+    tasks: dict[tuple[str, int, bool], Task] = {}
+    for stage, k in enumerate(cut.chosen):
+        mine = intervals[stage]
+        tasks |= {
+            (kind, stage, last): task
+            for (kind, last), task in _tasks(mine, filled[stage], k, speed).items()
+        }
+    places = schedule.stage_ranks
+    sizes = [float(mine.edge_bytes[k]) for mine, k in zip(intervals, cut.chosen, strict=True)]
+    known: dict[tuple[int, int], float] = {}
+
+    def transfer_s(action: Action) -> float:
+        assert action.peer is not None
+        pair = (action.stage, action.peer)
+        if pair not in known:
+            size = sizes[max(pair)] if abs(pair[0] - pair[1]) == 1 else 0.0
+            known[pair] = wires.seconds(places[pair[0]], places[pair[1]], int(size))
+        return known[pair]
+
+    done: Counter[tuple[int, str]] = Counter()
+
+    def task_of(action: Action) -> Task:
+        if action.kind == "REDUCE":
+            return Task()
+        done[action.stage, action.kind] += 1
+        last = done[action.stage, action.kind] % schedule.microbatches_per_update == 0
+        return tasks[action.kind, action.stage, last]
+
+    edges = _edges(intervals, cut, chain)
+    return simulate(schedule, task_of, transfer_s, edges=edges, gradient_edges=edges).step_s
+
+
+def _edges(intervals: list[Intervals], cut: Cut, chain: Chain) -> set[tuple[int, int]]:
+    """Pairs of stages of which the second waits for the first in any case."""
+    main = [
+        stage
+        for stage, (mine, k) in enumerate(zip(intervals, cut.chosen, strict=True))
+        if chain.on_chain(mine)[k]
+    ]
+    return set(pairwise(main))
+
+
+def _tasks(
+    intervals: Intervals, filled: Filled, k: int, speed: Speed
+) -> dict[tuple[str, bool], Task]:
+    """What the programs of a stage take, the last of a step and others."""
+    low, high = filled.low[k], filled.high[k]
+    share = filled.upgraded[k] / max(intervals.layers[k], 1.0)
+    sums = intervals.sums[low, ..., k] * (1 - share) + intervals.sums[high, ..., k] * share
+    found: dict[tuple[str, bool], Task] = {}
+    for kind, phases in PHASES.items():
+        parts: Floats = np.sum([sums[phase] for phase in phases], axis=0)[:, None]
+        joined = float(program_seconds(parts, speed)[0])
+        found[kind, False] = found[kind, True] = Task(compute_s=joined)
+        if kind != "F":  # the last does not wait for its collectives
+            alone = float(kernel_seconds(parts, speed)[0])
+            late = joined if kind == "I" else max(joined, float(intervals.sync_s[k]))
+            found[kind, True] = Task(compute_s=alone, beside_s=max(0.0, late - alone))
+    found["UPDATE", False] = found["UPDATE", True] = Task(compute_s=float(intervals.tail_s[k]))
+    return found
