@@ -84,7 +84,7 @@ class Bucket:
         dtype: Of all members.
         axes: Axes of the group that communicates it; none for a group of one.
         group: Its number of ranks.
-        rest_axes: Axes along which shards are summed besides.
+        rest_axes: Axes along which shards (the whole, of a group of one) are summed besides.
         zero: ZeRO stage; 0 for a group of one.
     """
 
@@ -137,7 +137,7 @@ def local_parameter(
     axes = tuple(
         axis
         for axis, (have, want) in enumerate(zip(pair.gradient, pair.forward, strict=True))
-        if have != want and axis != rank.time
+        if have != want and axis != rank.time and rank.grid.sizes[axis] > 1
     )
     return LocalParameter(
         name=name,
@@ -178,10 +178,10 @@ def make_buckets(
     )
     found: list[Bucket] = []
     for kind in ("B", "I", "W"):
-        groups: dict[tuple[int, ...], list[LocalParameter]] = {}
+        groups: dict[tuple[int, ...] | None, list[LocalParameter]] = {}
         for item in ready:
             if item.made_by == kind and (item.users == 1 or zero >= 2):
-                key = () if not zero or item.users > 1 else item.rest_axes
+                key = None if not zero or item.users > 1 else item.rest_axes
                 groups.setdefault(key, []).append(item)
         for members in groups.values():
             found += _group(members, kind, zero, rank, first_bytes, limit_bytes)
@@ -235,7 +235,8 @@ def _bucket(
         dtype=dtype,
         axes=axes if group > 1 else (),
         group=group,
-        rest_axes=members[0].rest_axes if divided else (),
+        # What stages share is summed over these, too, one by one.
+        rest_axes=members[0].rest_axes if zero and members[0].users == 1 else (),
         zero=divided,
     )
 
@@ -278,8 +279,7 @@ def sync_moves(
     """
     found: list[Move] = []
     for bucket in buckets:
-        if bucket.group > 1:
-            found += _bucket_moves(bucket, rank)
+        found += _bucket_moves(bucket, rank)
     names = rank.names
     for item in parameters:
         group = rank.group(item.axes) * item.places
@@ -316,18 +316,18 @@ def _bucket_moves(bucket: Bucket, rank: Rank) -> list[Move]:
             dtype=bucket.dtype,
         )
 
-    whole, axes = bucket.size_bytes, bucket.axes
-    if bucket.zero == 0:
+    whole, axes, rest = bucket.size_bytes, bucket.axes, bucket.rest_axes
+    if bucket.group > 1 and bucket.zero == 0:
         return [move("all_reduce", "weight_gradient", "step", axes, whole)]
     often: Per = "step" if bucket.zero == 1 else "microbatch"
-    found = [move("reduce_scatter", "weight_gradient", often, axes, whole)]
-    if rank.group(bucket.rest_axes) > 1:
-        rest = bucket.rest_axes
+    found: list[Move] = []
+    if bucket.zero == 3:
+        found.append(move("all_gather", "forward", "microbatch", axes, whole))
+        found.append(move("all_gather", "recompute", "microbatch", axes, whole))
+    if bucket.zero:
+        found.append(move("reduce_scatter", "weight_gradient", often, axes, whole))
+    if rank.group(rest) > 1:
         found.append(move("all_reduce", "weight_gradient", "step", rest, bucket.shard_bytes))
-    if bucket.zero < 3:
-        return [*found, move("all_gather", "update", "step", axes, whole)]
-    return [
-        move("all_gather", "forward", "microbatch", axes, whole),
-        move("all_gather", "recompute", "microbatch", axes, whole),
-        *found,
-    ]
+    if bucket.zero in (1, 2):
+        found.append(move("all_gather", "update", "step", axes, whole))
+    return found

@@ -9,6 +9,10 @@ leaves on a rank, for a bucket of P elements over N data-parallel ranks:
     2       P            P/N         P/N                2 (N-1)/N   the same, bucket by bucket
     3       P/N          P/N         P/N                3 (N-1)/N   gather twice, reduce-scatter
 
+A parameter whose gradient is a sum along other axes, too, has its shards summed along these after
+the last microbatch. One that no data-parallel axis divides (an op that a plan replicates along
+these takes it) is one shard of its own, summed in the same way.
+
 A parameter that several stages use is kept whole by each of them, and so is its state; its
 gradients are summed over the stages before the update.
 """
@@ -81,7 +85,7 @@ class Held:
     Attributes:
         bucket: What is in it.
         zero: ZeRO stage; 0 for a bucket of one rank.
-        rest: Ranks that hold the same shard.
+        rest: Ranks over which the shard (the whole, of a bucket of one rank) is summed.
         parameters: Flat parameters: all (ZeRO-1, 2), this rank's shard (ZeRO-3), or none (each has
             its own memory).
         gradients: Flat gradients: all (ZeRO-0, 1) or this rank's shard.
@@ -154,8 +158,7 @@ class Parameters:
         gradients = torch.zeros(
             bucket.numel if zero < 2 else shard, dtype=bucket.dtype, device=device
         )
-        rest = self.items[bucket.members[0].name].rest_ranks if zero else (self.comm.rank,)
-        held = Held(bucket, zero, rest, None, gradients)
+        held = Held(bucket, zero, self._rest(bucket), None, gradients)
         self.held[bucket.name] = held
         self._places |= {member.name: (held, member) for member in bucket.members}
         if zero == 0:
@@ -178,6 +181,12 @@ class Parameters:
             held.parameters = flat if zero < 3 else flat[start:end].clone()
             self._cut_pieces(held)
         self.pieces += held.pieces
+
+    def _rest(self, bucket: Bucket) -> tuple[int, ...]:
+        """Ranks over which a bucket's shard is summed besides; all members have the same."""
+        first = self.items[bucket.members[0].name]
+        # Without ZeRO a bucket's ranks are all; what stages share is summed over these, too, later.
+        return first.rest_ranks if self.zero and not first.shared else (self.comm.rank,)
 
     def _cut_pieces(self, held: Held) -> None:
         """The parts of members that lie in this rank's shard."""

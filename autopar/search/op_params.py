@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -124,13 +123,8 @@ class Holding:
     def allows(self, held: Pair, use: Pair) -> bool:
         """Whether a parameter may be held so while one of those that take it wants it so.
 
-        It is split if all want it so, and its gradient stays a sum if all leave it one. With ZeRO
-        each must leave it a sum along all axes that divide it, or along none at all: see `_cost`.
+        It is split if all want it so, and its gradient stays a sum if all leave it one.
         """
-        sums = {axis for axis in partial_axes(use) if use.forward[axis] == REPLICATE}
-        sums.discard(-1 if self.rank.time is None else self.rank.time)
-        if self.plan.zero.stage and sums and not self.zero_axes <= sums:
-            return False
         for axis in range(len(held.forward)):
             placed = held.forward[axis]
             if axis == self.rank.time or axis in self.stored:
@@ -163,9 +157,6 @@ class Holding:
             return Held(seconds, size)
         axes = tuple(axis for axis in partial_axes(held) if axis != self.rank.time)
         zero_axes = tuple(axis for axis in axes if axis in self.zero_axes)
-        if self.plan.zero.stage and axes and self.rank.group(zero_axes) < 2:
-            # With ZeRO the runtime sums along other axes only what it divides, too.
-            return Held(math.inf, size)
         stage = self.plan.zero.stage if self.rank.group(zero_axes) > 1 else 0
         shards = self.rank.group(zero_axes) if stage else 1
         states = self.software.optimizer.state_bytes(spec.numel, spec.dtype)

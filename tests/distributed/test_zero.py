@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from autopar.runtime.verify import verify
 from tests.models.check import Case, agree, on_ranks
+from tests.models.overrides import split_across
 
 RANKS = 4
 
@@ -96,6 +98,54 @@ def test_trains_as_one_device_does(zero: int, mesh: str):
         return
     report = agree(stack(), mesh, constraints | {"zero": zero}, dtype="float64", steps=5)
     assert report.worst.error <= 1e-12
+
+
+class Tied(nn.Module):
+    """Norms that a plan may split otherwise than the rest, and one at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends, self.middle = nn.LayerNorm(7), nn.LayerNorm(7)
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.down(self.up(self.ends(x)).tanh()))
+        return (self.ends(x) * x).square().mean()
+
+
+def tied() -> Case:
+    torch.manual_seed(0)
+    return Case(model=Tied(), args=(torch.randn(12, 7),))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "extra"),
+    [
+        ("dp=2,tp=2", "zero=1"),
+        ("dp=2,tp=2", "zero=2,microbatches=2"),
+        ("dp=2,tp=2", "zero=3,microbatches=2"),
+        pytest.param("dp=3,tp=2", "zero=1,microbatches=2", marks=pytest.mark.long),
+        pytest.param("dp=2,tp=3", "zero=3", marks=pytest.mark.long),
+        pytest.param("pp=2,dp=2,tp=2", "zero=1,microbatches=2", marks=pytest.mark.long),
+        ("pp=2,dp=2,tp=2", "zero=2,microbatches=2"),
+        pytest.param("pp=2,dp=2,tp=2", "zero=3,microbatches=2,schedule=zb_h1",
+                     marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_gradients_that_no_divided_axis_sums_are_summed_along_the_others(mesh: str, extra: str):
+    case = tied()
+    plan = split_across(case.traced.graph, mesh, f"megatron,{extra}", "norm")
+    assert plan.zero.axes == ("dp",)
+    report = verify(
+        case.model, case.args, {}, plan=plan, threads=True, dtype="float64", steps=2,
+        traced=case.traced,
+    )  # fmt: skip
+    assert report.equal, report.summary()
+
+
+def test_zero_over_an_axis_of_one_rank_divides_nothing():
+    plan = ("dp=1,tp=2", "megatron_sp,zero=2")
+    agree(stack(), *plan, dtype="float64", steps=2)
 
 
 @pytest.mark.parametrize(("mesh", "extra"), [("dp=2", ""), ("pp=2,dp=2", ",microbatches=2")])
