@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autopar.search.bounds import Bounds, Stages
+from autopar.search.bounds import Bounds
+from autopar.search.candidates import Stages
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult

@@ -12,9 +12,9 @@ from autopar.cost_models.messages import Wires
 from autopar.cost_models.pricing import Speed
 from autopar.cost_models.simulate import Task, simulate
 from autopar.schedules.actions import Action
+from autopar.search.chain_bounds import Chain
 from autopar.search.space import Point
 from autopar.search.stage_cut import (
-    Chain,
     Cut,
     Filled,
     Floats,

@@ -13,16 +13,14 @@ from autopar.cost_models.compute import race
 from autopar.cost_models.pricing import ProgramCost, Speed
 from autopar.cost_models.simulate import Task, simulate
 from autopar.schedules.make import make_schedule
+from autopar.search.chain_bounds import Chain, least_chain, stage_bound
 from autopar.search.stage_cut import (
-    Chain,
     Intervals,
     cheapest_sum,
     durations,
     fill,
     least_bottleneck,
-    least_chain,
     program_seconds,
-    stage_bound,
 )
 
 
@@ -66,6 +64,15 @@ def chains(draw: st.DrawFn) -> tuple[Intervals, int]:
         st.lists(st.floats(0.01, 5), min_size=2 * units, max_size=2 * units).map(np.array)
     ).reshape(1, 2, units)
     return intervals_of(seconds, np.ones((1, units)), np.zeros(units)), stages
+
+
+def chain_of(microbatches: int, forward: np.ndarray, backward: np.ndarray, message: float) -> Chain:
+    """A step of units that all wait for one another; prefix sums of their seconds."""
+    both = forward + backward
+    return Chain(
+        microbatches=microbatches, before=(forward, backward), after=both[-1] - both,
+        side=np.zeros(len(both), np.int64), hop_s=message,
+    )  # fmt: skip
 
 
 def all_cuts(intervals: Intervals, stages: int) -> list[tuple[int, ...]]:
@@ -114,7 +121,7 @@ def test_no_step_is_faster_than_its_bound(
         np.concatenate(([0.0], np.cumsum(values[units])))
         for values in (filled.forward_s, filled.backward_s)
     )
-    step = Chain(microbatches=microbatches, fastest=(forward, backward), hop_s=message)
+    step = chain_of(microbatches, forward, backward, message)
     least = np.inf
     for cut in all_cuts(intervals, stages):
         tasks = {
@@ -133,7 +140,7 @@ def test_no_step_is_faster_than_its_bound(
         assert max(bounds) <= took * (1 + 1e-9)
         least = min(least, took)
     bound = least_chain(
-        intervals, [filled] * stages, step, lambda stage, sizes: message + 0 * sizes, 1e9
+        [intervals] * stages, [filled] * stages, step, lambda stage, sizes: message + 0 * sizes, 1e9
     )
     assert bound <= least * (1 + 1e-9)
 
@@ -145,10 +152,9 @@ def test_the_bound_of_even_stages_is_the_step(stages: int, microbatches: int, me
     seconds = np.stack([np.full(stages, 1.0), np.full(stages, 2.0)])[None]
     intervals = intervals_of(seconds, np.ones((1, stages)), np.zeros(stages))
     filled = fill(intervals, Speed(), 1, 1e9, relaxed=True)
-    fastest = (np.arange(stages + 1.0), 2 * np.arange(stages + 1.0))
-    step = Chain(microbatches=microbatches, fastest=fastest, hop_s=message)
+    step = chain_of(microbatches, np.arange(stages + 1.0), 2 * np.arange(stages + 1.0), message)
     found = least_chain(
-        intervals, [filled] * stages, step, lambda stage, sizes: message + 0 * sizes, 1e9
+        [intervals] * stages, [filled] * stages, step, lambda stage, sizes: message + 0 * sizes, 1e9
     )
     took = simulate(
         make_schedule("1f1b", stages, microbatches),

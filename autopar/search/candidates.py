@@ -1,0 +1,265 @@
+"""The candidates for the stages of a point, and what each of them can keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.device import Device
+from autopar.cost_models.evaluate import update_bandwidth
+from autopar.cost_models.events import schedule_of
+from autopar.schedules.actions import BACKWARDS
+from autopar.search.chains import main_units
+from autopar.search.exchange import Exchange, Exchanged
+from autopar.search.problem import Problem
+from autopar.search.space import Point
+from autopar.search.stage_cut import LONG, Filled, Intervals, fill_all, kernel_seconds
+from autopar.search.states import held_bytes, ranges
+from autopar.search.tables import UnitTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Candidates for the stages of a point.
+
+    Attributes:
+        each: For every stage the candidates as they are on its device.
+        filled: For every stage what each of them can keep there.
+    """
+
+    each: list[Intervals]
+    filled: list[Filled]
+
+    @property
+    def intervals(self) -> Intervals:
+        """The candidates, as far as they do not depend on the device."""
+        return self.each[0]
+
+
+_NOTHING = Filled(
+    forward_s=np.zeros(0), backward_s=np.zeros(0), alone_s=np.zeros(0), low=np.zeros(0, np.int64),
+    high=np.zeros(0, np.int64), upgraded=np.zeros(0),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Candidates for the stages of the points of a problem; remembers what points share.
+
+    Attributes:
+        problem: The problem.
+        exchange: What moves over the data axis.
+        main: See `main_units`.
+    """
+
+    problem: Problem
+    exchange: Exchange = field(init=False)
+    main: NDArray[np.bool_] = field(init=False)
+    _under_way: dict[object, list[float]] = field(default_factory=dict)
+    _chains: dict[object, tuple[tuple[Floats, Floats], Floats, Ints]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.exchange = Exchange(self.problem)
+        self.main = main_units(self.problem.units, self.problem.loss)
+
+    def sharing(self) -> float:
+        """Least factor on seconds because of ranks that share cores and wait."""
+        node = self.problem.cluster.hardware(0).node
+        return min(1.0, node.cores / node.devices) if node.cores > 0 else 1.0
+
+    def devices(self, point: Point, *, anywhere: bool = False) -> tuple[Device, ...]:
+        """The different devices of a point."""
+        problem = self.problem
+        if problem.cluster.is_uniform:
+            return (problem.device,)
+        groups = tuple(group.hardware for group in problem.cluster.groups)
+        found = groups if anywhere else problem.devices(point)
+        return tuple({device.name: device for device in found}.values())
+
+    def fastest_table(self, point: Point, devices: tuple[Device, ...]) -> UnitTable | None:
+        """The table of a point of which every part is on the device that is fastest at it."""
+        tables = [self.problem.table(point, device) for device in devices]
+        known = [table for table in tables if table is not None]
+        if len(known) < 2:
+            return known[0] if known else None
+        least = np.minimum.reduce([table.seconds for table in known])
+        return replace(known[0], seconds=least)
+
+    def intervals(
+        self,
+        point: Point,
+        table: UnitTable,
+        longest: int | None = None,
+        *,
+        lightest: bool = False,
+    ) -> Intervals:
+        """All stages that a point may have.
+
+        Args:
+            point: The point.
+            table: Its table.
+            longest: Most units of a stage.
+            lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+        """
+        problem = self.problem
+        count, block = problem.units.count, np.array(problem.units.block)
+        start, stop = np.triu_indices(count + 1, 1)
+        if point.pipeline == 1 and point.chunks == 1:
+            start, stop = np.array([0]), np.array([count])
+        elif longest is not None:
+            near = stop - start <= longest
+            start, stop = start[near], stop[near]
+        inside = ranges((block >= 0).astype(np.float64), start, stop)
+        same = np.zeros(len(start))
+        for number in sorted({n for n in problem.units.block if n >= 0}):
+            same = np.maximum(same, ranges((block == number).astype(np.float64), start, stop))
+        parameters = problem.parameters
+        each = parameters.bytes_of(table)
+        held, trained, state = (parameters.sums(values, start, stop) for values in each)
+        if lightest:
+            point = replace(point, zero=3)
+        parts = self.exchange.exchanged(point, each[1] if not lightest else np.zeros_like(each[1]))
+        moved = Exchanged(
+            *(
+                parameters.sums(values, start, stop)
+                for values in (parts.scattered, parts.gathered, parts.summed, parts.returned)
+            )
+        )
+        speed = problem.software.speed
+        updated = trained / (point.data if point.zero else 1)
+        bandwidth = max(map(update_bandwidth, self.devices(point)))
+        update_s = updated * speed.update_passes / bandwidth
+        return Intervals(
+            start=start,
+            stop=stop,
+            sums=moved.put(ranges(table.seconds, start, stop)),
+            saved=ranges(table.saved_bytes, start, stop),
+            layers=inside,
+            alike=same == inside,
+            static=held_bytes(held, trained, state, point.zero, point.data),
+            tail_s=update_s + moved.returned,
+            sync_s=moved.summed,
+            edge_bytes=table.edge_bytes[start],
+            num_units=count,
+        )
+
+    def longest(self, point: Point) -> int | None:
+        """Most units of a stage that is worth a look."""
+        if point.num_stages == 1:
+            return None
+        return max(8, math.ceil(LONG * self.problem.units.count / point.num_stages))
+
+    def stages(
+        self,
+        point: Point,
+        over: tuple[float, ...] | None,
+        *,
+        relaxed: bool,
+        lightest: bool = False,
+        limit: float = math.inf,
+    ) -> Stages | None:
+        """Candidates with what fits; None if the model cannot be placed so.
+
+        Args:
+            point: The point.
+            over: Bytes of each pipeline rank that are not in static and saved memory.
+            relaxed: See `fill_all`.
+            lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+            limit: Seconds of a step; candidates of slower ones need not be found.
+        """
+        problem = self.problem
+        devices = problem.devices(point)
+        places = np.array(schedule_of(point.plan()).stage_ranks)
+        under_way = np.array(self.under_way(point))
+        room = np.array([problem.room_bytes(device) for device in devices])
+        room = (room - np.array(over or (0.0,) * len(devices)))[places] / point.chunks
+        by_device: dict[str, Intervals] = {}
+        filled: list[Filled] = [_NOTHING] * point.num_stages
+        for device in {device.name: device for device in devices}.values():
+            table = problem.table(point, device)
+            if table is None:
+                return None
+            intervals = by_device[device.name] = self.intervals(
+                point, table, self.longest(point), lightest=lightest
+            )
+            mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
+            looked_at = self._window(point, intervals, mine, limit)
+            rows = np.arange(len(mine))
+            if looked_at is None:  # chunks of a rank are alike
+                keys = np.stack([under_way[mine], room[mine]])
+                _, mine_of, rows = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+            else:
+                mine_of = rows
+            made = fill_all(
+                intervals, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
+                relaxed=relaxed, looked_at=looked_at,
+            )  # fmt: skip
+            for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
+                filled[stage] = made[row]
+        return Stages([by_device[devices[rank].name] for rank in places], filled)
+
+    def _window(
+        self, point: Point, intervals: Intervals, stages: Ints, limit: float
+    ) -> NDArray[np.bool_] | None:
+        """Which candidates a stage of a 1F1B step below a limit may be.
+
+        No rank may work longer than the step, so that neither the stages before nor those behind
+        may have to hold too much.
+        """
+        if math.isinf(limit) or point.schedule != "1f1b" or point.pipeline == 1:
+            return None
+        most = limit / self.sharing() / point.microbatches * (1 + 1e-9)
+        (forward, backward), behind, _ = self.fastest(point)
+        before, behind = (forward + backward)[intervals.start], behind[intervals.stop]
+        speed = self.problem.software.speed
+        plain, last = sum(intervals.plain(speed)), intervals.plain(speed)[1]
+        own = plain - (last - intervals.alone(speed)) / point.microbatches <= most
+        number = stages[:, None]
+        return own & (before <= number * most) & (behind <= (point.pipeline - 1 - number) * most)
+
+    def under_way(self, point: Point) -> list[float]:
+        """For every stage the microbatches whose saved memory is live at once, a chunk's share."""
+        key = (point.pipeline, point.microbatches, point.schedule, point.chunks)
+        if key not in self._under_way:
+            self._under_way[key] = self._live(point)
+        return self._under_way[key]
+
+    def _live(self, point: Point) -> list[float]:
+        ranks, count = point.pipeline, point.microbatches
+        if point.schedule == "1f1b":
+            return [float(min(ranks - stage, count)) for stage in range(ranks)]
+        schedule = schedule_of(point.plan())
+        most = []
+        for actions in schedule.actions:
+            live = peak = 0
+            for action in actions:
+                live += (action.kind == "F") - (action.kind in BACKWARDS and action.kind != "I")
+                peak = max(peak, live)
+            most.append(peak)
+        return [most[rank] / point.chunks for rank in schedule.stage_ranks]
+
+    def fastest(self, point: Point) -> tuple[tuple[Floats, Floats], Floats, Ints]:
+        """What units take before others, and with those behind them, and how many are aside."""
+        devices = self.devices(point)
+        key = (self.problem.alike(point), tuple(device.name for device in devices))
+        if key not in self._chains:
+            table = self.fastest_table(point, devices)
+            assert table is not None
+            parts = table.seconds[-1] * self.main
+            zero = np.zeros((*parts.shape[:-1], 1))
+            prefix = np.concatenate((zero, np.cumsum(parts, axis=-1)), axis=-1)
+            rest = np.maximum(prefix[..., -1:] - prefix, 0.0)
+            speed = self.problem.software.speed
+            before, after = (
+                (kernel_seconds(sums[0], speed), kernel_seconds(sums[1] + sums[2], speed))
+                for sums in (prefix, rest)
+            )
+            side = np.concatenate(([0], np.cumsum(~self.main)))
+            self._chains[key] = (before, after[0] + after[1], side)
+        return self._chains[key]
