@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.plan.parts import ZeroPlan
 from autopar.runtime.comm import Communicator, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.engine import Engine
+from autopar.runtime.execution import Execution
 from autopar.runtime.lower import LocalForward
 from autopar.runtime.mesh import MeshContext
 from autopar.sharding.choices import REPLICATED
@@ -47,6 +49,8 @@ class Difference:
 
 Rank = Engine | DirectEngine
 
+NO_ZERO = ZeroPlan()
+
 
 def engine(
     subject: Subject,
@@ -55,15 +59,19 @@ def engine(
     seed: int = 0,
     *,
     programs: bool = False,
+    zero: ZeroPlan = NO_ZERO,
 ) -> Rank:
-    """One rank of a plan, as explicit programs or as its forward is lowered."""
+    """One rank of a plan, as explicit programs or as its forward is lowered (without ZeRO)."""
     if not programs:
+        assert not zero.stage, zero
         return DirectEngine(subject, sharded, comm, seed)
+    single = Execution.single(sharded, subject.traced.loss)
     return Engine(
         sharded,
         MeshContext.create(sharded.mesh, comm),
         subject.tensors,
         loss=subject.traced.loss,
+        execution=replace(single, zero=zero.stage, zero_axes=zero.axes),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
         seed=seed,
     )
@@ -176,6 +184,7 @@ def run(
     *,
     thorough: bool = False,
     programs: bool = False,
+    zero: ZeroPlan = NO_ZERO,
 ) -> tuple[list[Difference], LocalForward | None]:
     """Run a plan on threads and compare every rank with one device.
 
@@ -185,6 +194,7 @@ def run(
         want: What one device has.
         thorough: See `state`; copies must then also be equal to the last bit.
         programs: Run explicit programs instead of the lowered forward.
+        zero: What of these ranks hold once; its axes are those of the plan's own mesh.
 
     Returns:
         The differences, and the forward of rank 0 (None when it failed before).
@@ -192,7 +202,7 @@ def run(
     locals_: dict[int, LocalForward] = {}
 
     def rank(comm: Communicator) -> list[Difference]:
-        ready = engine(subject, sharded, comm, programs=programs)
+        ready = engine(subject, sharded, comm, programs=programs, zero=zero)
         locals_[comm.rank] = _local(ready)
         return compare(ready, subject, want, thorough)
 

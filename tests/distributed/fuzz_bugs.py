@@ -11,15 +11,18 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
+from autopar.plan.parts import ZeroPlan
 from autopar.runtime import execution, lower, parameters, reshard, unit
 from autopar.runtime.comm_threads import ThreadCommunicator
 from autopar.runtime.handles import Done, Handle
+from autopar.runtime.programs.buckets import Bucket
 from autopar.runtime.reshard import StepRunner
 from autopar.runtime.special import base, bind, losses
 from autopar.runtime.special.base import SpecialCall
 from autopar.sharding import choices, placement
 from autopar.sharding.placement import PARTIAL, REPLICATE, Grid, Shard
 from autopar.sharding.rule import OpRule
+from tests.distributed.fuzz import NO_ZERO
 from tests.distributed.fuzz_models import Subject
 
 Inject = Callable[[MonkeyPatch], None]
@@ -34,12 +37,14 @@ class Bug:
         inject: Puts it into the code.
         rule: For mistakes in a rule: the op, and the rule from the right one.
         programs: Whether only explicit programs can show it.
+        zero: With which ZeRO; without axes it divides nothing.
     """
 
     model: str
     inject: Inject = lambda patch: None
     rule: tuple[str, Callable[[OpRule], OpRule]] | None = None
     programs: bool = False
+    zero: ZeroPlan = NO_ZERO
 
     def subject(self, right: Subject) -> Subject:
         """The model with the wrong rule."""
@@ -335,6 +340,15 @@ def _sum_whole_gradients(patch: MonkeyPatch) -> None:
     patch.setattr(execution.Execution, "_item", wrong)
 
 
+def _only_shards_summed(patch: MonkeyPatch) -> None:
+    right = parameters.Parameters._rest
+
+    def wrong(self: parameters.Parameters, bucket: Bucket) -> tuple[int, ...]:
+        return right(self, bucket) if len(bucket.ranks) > 1 else (self.comm.rank,)
+
+    patch.setattr(parameters.Parameters, "_rest", wrong)
+
+
 BUGS: dict[str, Bug] = {
     "bias added on every rank": Bug(
         model="gpt", inject=attribute(choices, "_operand", _bias_on_every_rank)
@@ -382,6 +396,10 @@ BUGS: dict[str, Bug] = {
     ),
     "whole gradients of parameters reduced again": Bug(
         model="moe", inject=_sum_whole_gradients, programs=True
+    ),
+    "what ZeRO does not divide is not summed": Bug(
+        model="moe", inject=_only_shards_summed, programs=True,
+        zero=ZeroPlan(stage=1),
     ),
     "Partial gradients pass a reshard unsummed": Bug(model="moe", inject=_drop_gradient_sums),
     "rows of other ranks looked up": Bug(

@@ -14,13 +14,20 @@ from multiprocessing import get_context
 import torch
 
 from autopar.plan.build import apply_plan, describe
+from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
-from autopar.plan.random_plans import Habits, check_legal, random_choices, random_storage
+from autopar.plan.random_plans import (
+    Habits,
+    check_legal,
+    random_choices,
+    random_storage,
+    random_zero,
+)
 from autopar.plan.strategies import parse_constraints, split_axes
 from autopar.runtime.comm import Communicator
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph, shard_graph
-from tests.distributed.fuzz import State, compare, engine, run, solo
+from tests.distributed.fuzz import NO_ZERO, State, compare, engine, run, solo
 from tests.distributed.fuzz_coverage import STORAGE, Coverage, Key, choices_universe, steps_universe
 from tests.distributed.fuzz_models import BUILDERS, Subject, subject
 from tests.distributed.fuzz_shrink import Case, shrink
@@ -43,7 +50,10 @@ SHARES: tuple[tuple[int, Turns], ...] = (
 
 
 CAPTURED = ("gpt", "moe")
-"""Models of which some plans run as programs: capturing a rank of a larger one takes seconds."""
+"""Models of which some plans run as programs: capturing a rank of a larger one takes seconds.
+
+In a campaign they have their turns at seeds 10, 34, ...
+"""
 
 
 @cache
@@ -100,6 +110,11 @@ def draw(
     return mesh, shard_graph(graph, factors, fine, choices, stored)
 
 
+def draw_zero(name: str, seed: int, mesh: Mesh) -> ZeroPlan:
+    """ZeRO over some axes of a plan's own mesh, whatever ops and parameters do along these."""
+    return random_zero(PipelinePlan(), mesh.names, random.Random(f"zero/{name}/{seed}"))
+
+
 def _mesh(name: str, source: random.Random, coverage: Coverage | None) -> Mesh:
     """A mesh; rather one with an axis of three, the more of what is left needs uneven parts."""
     texts = dict(MESHES)
@@ -132,8 +147,8 @@ def round_trip(mesh: Mesh, sharded: ShardedGraph) -> str | None:
 def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -> Campaign:
     """Run plans, given as (model, seed).
 
-    Every fourth is run thoroughly, a few as explicit programs, every seventh also goes
-    through its file form.
+    Every fourth is run thoroughly, a few as explicit programs, with ZeRO, every seventh also
+    goes through its file form.
     """
     result = result or Campaign()
     start = time.perf_counter()
@@ -141,15 +156,17 @@ def campaign(plans: Iterable[tuple[str, int]], result: Campaign | None = None) -
         held = subject(name)
         mesh, sharded = draw(held, seed, result.coverage)
         want, thorough = reference(name), seed % 4 == 0
-        programs = seed % 24 == 3 and name in CAPTURED
-        found, program = run(held, sharded, want, thorough=thorough, programs=programs)
+        programs = seed % 24 == 10 and name in CAPTURED
+        zero = draw_zero(name, seed, sharded.mesh) if programs else NO_ZERO
+        found, program = run(held, sharded, want, thorough=thorough, programs=programs, zero=zero)
         result.plans += 1
         if found:
             text = "\n".join(f"  {item}" for item in found[:4])
             if len(result.failures) < SHRUNK:
                 case = Case(
-                    subject=held, sharded=sharded, want=want, thorough=thorough, programs=programs
-                )
+                    subject=held, sharded=sharded, want=want, thorough=thorough,
+                    programs=programs, zero=zero,
+                )  # fmt: skip
                 text = shrink(case)
             result.failures.append(f"{name}, seed {seed}, mesh {mesh}\n{text}")
         elif program is not None:
@@ -169,7 +186,8 @@ def on_rank(comm: Communicator, name: str, seeds: tuple[int, ...]) -> list[str]:
     for seed in seeds:
         mesh = Mesh.parse({4: "x=2,y=2", 3: "x=3"}[comm.world_size])
         _, sharded = draw(subject(name), seed, mesh=mesh)
-        ready = engine(subject(name), sharded, comm, programs=seed == 0)
+        zero = draw_zero(name, seed, sharded.mesh) if seed == 0 else NO_ZERO
+        ready = engine(subject(name), sharded, comm, programs=seed == 0, zero=zero)
         wrong = compare(ready, subject(name), reference(name), thorough=True)
         found += [f"{name}, seed {seed}, mesh {mesh}: {item}" for item in wrong]
     return found

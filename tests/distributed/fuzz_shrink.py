@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.plan.build import op_keys
+from autopar.plan.parts import ZeroPlan
 from autopar.sharding.choices import REPLICATED, Choices, options
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import (
@@ -16,7 +17,7 @@ from autopar.sharding.placement import (
     parse_placements,
 )
 from autopar.sharding.sharded import ShardedGraph, shard_graph
-from tests.distributed.fuzz import Difference, State, run, solo
+from tests.distributed.fuzz import NO_ZERO, Difference, State, run, solo
 from tests.distributed.fuzz_models import Subject, subject
 
 MAX_RUNS = 120
@@ -32,6 +33,7 @@ class Case:
         want: What one device has.
         thorough: Whether it has to be run thoroughly to fail.
         programs: Whether it has to run as explicit programs.
+        zero: What of the ranks hold once.
     """
 
     subject: Subject
@@ -39,6 +41,7 @@ class Case:
     want: State
     thorough: bool = False
     programs: bool = False
+    zero: ZeroPlan = NO_ZERO
 
     def fails(self) -> list[Difference]:
         """The differences."""
@@ -48,6 +51,7 @@ class Case:
             self.want,
             thorough=self.thorough,
             programs=self.programs,
+            zero=self.zero,
         )[0]
 
     def with_parts(self, choices: tuple[Choices, ...], stored: Mapping[str, Placements]) -> Case:
@@ -139,7 +143,8 @@ def shrink(case: Case) -> str:
     lines += [f"      {key!r}: {words!r}," for key, words in ops.items()]
     lines.append("  }, {")
     lines += [f"      {fqn!r}: {text!r}," for fqn, text in stored.items()]
-    lines.append(f"  }}, programs={small.programs}), sep='\\n')")
+    zero = f", zero=({small.zero.stage}, {small.zero.axes})" if small.zero.stage else ""
+    lines.append(f"  }}, programs={small.programs}{zero}), sep='\\n')")
     return "\n".join(lines)
 
 
@@ -150,6 +155,7 @@ def reproduce(
     stored: Mapping[str, str],
     *,
     programs: bool = False,
+    zero: tuple[int, tuple[str, ...]] = (0, ()),
 ) -> list[Difference]:
     """Run a plan as `shrink` reports it.
 
@@ -159,6 +165,7 @@ def reproduce(
         ops: Choices by op key; all other ops are replicated.
         stored: Placements of parameters by FQN; all others are whole.
         programs: Run explicit programs.
+        zero: Stage of ZeRO, and axes of the mesh over which it divides.
 
     Returns:
         The differences from one device.
@@ -177,4 +184,5 @@ def reproduce(
         for item in graph.parameters()
     }
     sharded = shard_graph(graph, factors, axes, tuple(choices), storage)
-    return run(held, sharded, solo(held), thorough=True, programs=programs)[0]
+    divided = ZeroPlan(stage=zero[0], axes=zero[1])
+    return run(held, sharded, solo(held), thorough=True, programs=programs, zero=divided)[0]

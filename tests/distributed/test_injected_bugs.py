@@ -34,7 +34,7 @@ def test_an_injected_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
         with monkeypatch.context() as patch:
             bug.inject(patch)
             _, sharded = draw(wrong, seed, coverage, SMALL if bug.programs else None)
-            found, program = run(wrong, sharded, want, programs=bug.programs)
+            found, program = run(wrong, sharded, want, programs=bug.programs, zero=bug.zero)
         if found:
             break
         assert program is not None
