@@ -37,8 +37,6 @@ SIMULATED = 5000
 """Most forwards of a step that is simulated for a bound."""
 LINEAR = 0.98
 """Saved memory of fewer samples is at least this share of what is proportional to samples."""
-UNSURE = 0.25
-"""Share of the memory that a plan may need beyond static and saved tensors without a surprise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,14 +268,24 @@ class Bounds(Candidates):
 
     def _any_cut(self, point: Point, stages: Stages, chain: Chain) -> float:
         """Seconds that the best cut takes at least, looking at one stage at a time."""
+        return least_bottleneck(stages.intervals, self._costs(point, stages, chain))[0]
+
+    def tight(self, point: Point, stages: Stages) -> Cut | None:
+        """The cut of the least bound, looking at one stage at a time."""
+        costs = self._costs(point, stages, self._chain(point))
+        weights = [item.forward_s + item.backward_s for item in stages.filled]
+        least, _ = least_bottleneck(stages.intervals, costs)
+        return cheapest_sum(stages.intervals, costs, weights, least * (1 + 1e-12))
+
+    def _costs(self, point: Point, stages: Stages, chain: Chain) -> list[Floats]:
+        """Bounds of a step by each stage and candidate for it."""
         count, whole = point.num_stages, not SCHEDULES[point.schedule].splits_backward
-        costs = [
+        return [
             stage_bound(item, mine, chain, stage, count)
             if point.schedule == "1f1b"
             else any_bound(item, mine, chain, stage, whole=whole)
             for stage, (mine, item) in enumerate(zip(stages.each, stages.filled, strict=True))
         ]
-        return least_bottleneck(stages.intervals, costs)[0]
 
     def even(self, stages: Stages) -> Cut | None:
         """The most even cut: of other schedules than 1F1B no other is in the space."""
@@ -299,7 +307,7 @@ class Bounds(Candidates):
         stages = self.stages(point, over, relaxed=True, limit=limit)
         if stages is None:
             return math.inf
-        wires, sharing = Wires(self.problem.prices(point), "pp"), self.sharing()
+        wires, sharing = self.problem.wires(point), self.sharing()
         chain = self._chain(point, stages, wires)
         if point.schedule == "1f1b":
 
@@ -314,12 +322,24 @@ class Bounds(Candidates):
         found = self._any_cut(point, stages, chain)
         small = point.microbatches * point.num_stages <= SIMULATED
         if small and found < limit / sharing and math.isfinite(found):
-            cut = self._sure_cut(point, stages)
-            if cut is not None:
-                speed, each = self.problem.software.speed, self._programs(point, stages)
-                planned = planned_s(point, each, stages.filled, cut, chain, wires, speed)
-                found = max(found, planned)
+            fixed = self.fixed_cut(point)
+            if fixed is None:
+                return math.inf
+            least, cut = fixed
+            speed, each = self.problem.software.speed, self._programs(point, least)
+            planned = planned_s(point, each, least.filled, cut, chain, wires, speed)
+            found = max(found, planned)
         return found * sharing
+
+    def fixed_cut(self, point: Point) -> tuple[Stages, Cut] | None:
+        """The one cut of a point of another schedule than 1F1B, and what its stages keep at best.
+
+        It is the most even one if nothing but static and saved tensors takes memory. What else
+        does makes stages keep less, and so slower, but does not move the cut.
+        """
+        stages = self.stages(point, None, relaxed=False)
+        cut = None if stages is None else self.even(stages)
+        return None if stages is None or cut is None else (stages, cut)
 
     def _programs(self, point: Point, stages: Stages) -> list[Intervals]:
         """The candidates with the seconds of every program, if backward is split."""
@@ -333,16 +353,6 @@ class Bounds(Candidates):
                 assert table is not None
                 found[device.name] = self.intervals(point, table, self.longest(point))
         return [found[devices[rank].name] for rank in schedule_of(point.plan()).stage_ranks]
-
-    def _sure_cut(self, point: Point, stages: Stages) -> Cut | None:
-        """The most even cut, if it is one that memory will not change."""
-        spare = tuple(
-            max(extra, UNSURE * self.problem.room_bytes(device))
-            for extra, device in zip(self.extra(point), self.problem.devices(point), strict=True)
-        )
-        cut, less = self.even(stages), self.stages(point, spare, relaxed=False)
-        sure = less is not None and cut is not None and self.even(less) == cut
-        return cut if sure else None
 
     def _chain(
         self, point: Point, stages: Stages | None = None, wires: Wires | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
+from autopar.search.polish import leanest, polished
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
@@ -29,6 +30,8 @@ ROUNDS = 4
 SURE = 0.8
 """Share of the memory beyond static and saved tensors, which the evaluated plan of a point has
 shown, that all its other plans are taken to need."""
+FEW = 4
+"""With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
 """How much the slowest stage may exceed the least possible for a smaller sum."""
 TRIED, STARTS = 60, 3
@@ -224,7 +227,20 @@ def best_candidate(
     Returns:
         It, and for every pipeline rank the bytes beyond static and saved memory.
     """
-    over = bounds.extra(point)
+    best, over = _suggested(problem, bounds, point)
+    if best is None and point.chunks == 1:  # chunks of a rank share its memory evenly
+        best = leanest(problem, bounds, point)
+    if best is not None and point.schedule == "1f1b":
+        best = polished(problem, best)
+    return best, over
+
+
+def _suggested(
+    problem: Problem, bounds: Bounds, point: Point
+) -> tuple[Outcome | None, tuple[float, ...]]:
+    """The best of the plans that sums over units suggest, and memory as `best_candidate` does."""
+    # What other points have shown would make the one plan of a point depend on them.
+    over = bounds.extra(point) if point.schedule == "1f1b" else (0.0,) * point.pipeline
     for _ in range(ROUNDS):
         stages = bounds.stages(point, over, relaxed=False)
         if stages is None:
@@ -276,13 +292,20 @@ def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) 
 def _cuts(bounds: Bounds, point: Point, stages: Stages) -> list[Cut]:
     """The most even cut, and of 1F1B those of a smaller sum that are a little less even."""
     if point.schedule != "1f1b":
-        cut = bounds.even(stages)
-        return [] if cut is None else [cut]
+        fixed = bounds.fixed_cut(point)
+        kept = fixed is not None and all(
+            math.isfinite(stages.filled[stage].forward_s[k])
+            for stage, k in enumerate(fixed[1].chosen)
+        )
+        return [fixed[1]] if fixed is not None and kept else []
     weights = [item.forward_s + item.backward_s for item in stages.filled]
     least, _ = least_bottleneck(stages.intervals, weights)
     if not math.isfinite(least):
         return []
     found: dict[tuple[int, ...], Cut] = {}
+    tight = bounds.tight(point, stages) if point.microbatches < FEW * point.pipeline else None
+    if tight is not None:
+        found[tight.chosen] = tight
     for slack in SLACKS if point.pipeline > 1 else (1.0,):
         cut = cheapest_sum(stages.intervals, weights, weights, least * slack * (1 + 1e-12))
         if cut is not None:

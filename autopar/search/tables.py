@@ -163,8 +163,10 @@ class _Book:
         self.call_s = 0.0 if device.kind == "cpu" else device.efficiency.launch_s
 
     def place(self, run: Run) -> int:
-        origin = run.step.origin
-        return origin if 0 <= origin < len(self.taped.task.calls) else len(self.taped.task.calls)
+        calls, step = len(self.taped.task.calls), run.step
+        # What no call asks for (a buffer's new value) belongs to the call that made it.
+        found = step.origin if 0 <= step.origin < calls else step.maker
+        return found if 0 <= found < calls else calls
 
     def seconds(self, programs: Programs) -> Floats:
         """Shape (phases, parts, units)."""
