@@ -13,7 +13,14 @@ from autopar.cost_models.events import schedule_of
 from autopar.cost_models.messages import Wires
 from autopar.schedules.make import SCHEDULES
 from autopar.search.candidates import Candidates, Stages
-from autopar.search.chain_bounds import Chain, any_bound, last_backward, least_chain, stage_bound
+from autopar.search.chain_bounds import (
+    Chain,
+    any_bound,
+    last_backward,
+    least_chain,
+    outside,
+    stage_bound,
+)
 from autopar.search.exchange import Exchanged
 from autopar.search.planned import planned_s
 from autopar.search.problem import Outcome
@@ -320,16 +327,38 @@ class Bounds(Candidates):
             found = least_chain(stages.each, stages.filled, chain, message_s, limit / sharing)
             return found * sharing
         found = self._any_cut(point, stages, chain)
+        if found >= limit / sharing or math.isinf(found):
+            return found * sharing
+        fixed = self.fixed_cut(point)
+        if fixed is None:
+            return math.inf
+        least, cut = fixed
+        found = max(found, self._worked(point, least, cut, chain))
         small = point.microbatches * point.num_stages <= SIMULATED
-        if small and found < limit / sharing and math.isfinite(found):
-            fixed = self.fixed_cut(point)
-            if fixed is None:
-                return math.inf
-            least, cut = fixed
+        if small and found < limit / sharing:
             speed, each = self.problem.software.speed, self._programs(point, least)
             planned = planned_s(point, each, least.filled, cut, chain, wires, speed)
             found = max(found, planned)
         return found * sharing
+
+    def _worked(self, point: Point, stages: Stages, cut: Cut, chain: Chain) -> float:
+        """Seconds of a step of given stages, at least: each rank does all programs of its own.
+
+        They begin after what lies before its first stage; where a backward is one program, the last
+        of them is that stage's, and what lies before it in backward follows.
+        """
+        whole = not SCHEDULES[point.schedule].splits_backward
+        work = [0.0] * point.pipeline
+        ends = [(0.0, 0.0)] * point.pipeline
+        places = schedule_of(point.plan()).stage_ranks
+        for stage in reversed(range(point.num_stages)):
+            k, filled = cut.chosen[stage], stages.filled[stage]
+            rank, backward = places[stage], float(filled.backward_s[k])
+            work[rank] += point.microbatches * (float(filled.forward_s[k]) + backward)
+            before, behind = outside(filled, stages.each[stage], chain, stage)
+            left = max(0.0, float(behind[k]) - backward) if whole else 0.0
+            ends[rank] = float(before[k]), left
+        return max(a + b + c for a, (b, c) in zip(work, ends, strict=True))
 
     def fixed_cut(self, point: Point) -> tuple[Stages, Cut] | None:
         """The one cut of a point of another schedule than 1F1B, and what its stages keep at best.

@@ -65,7 +65,7 @@ def stage_bound(
         num_stages: Number of stages P.
     """
     f, b, microbatches = filled.forward_s, filled.backward_s, chain.microbatches
-    before, behind = _outside(filled, intervals, chain, stage)
+    before, behind = outside(filled, intervals, chain, stage)
     later = num_stages - stage - 1
     hops = np.maximum(later - (chain.side[-1] - chain.side[intervals.stop]), 0)
     after = np.where(
@@ -80,7 +80,7 @@ def stage_bound(
     return np.where(np.isfinite(f), found, np.inf)
 
 
-def _outside(
+def outside(
     filled: Filled, intervals: Intervals, chain: Chain, stage: int
 ) -> tuple[Floats, Floats]:
     """Seconds before a stage's first forward and from its last backward on, at least."""
@@ -105,7 +105,7 @@ def any_bound(
         stage: Number of the stage.
         whole: Whether a backward is one program, so that stages before wait for all of it.
     """
-    before, behind = _outside(filled, intervals, chain, stage)
+    before, behind = outside(filled, intervals, chain, stage)
     if not whole:
         behind = np.maximum(filled.alone_s, last_backward(filled, intervals))
     work = chain.microbatches * filled.forward_s
@@ -146,7 +146,7 @@ def pair_bound(
     turns = (microbatches - ahead) // 2
     if turns <= 0:
         return np.zeros(len(here))
-    before, behind = (part[here] for part in _outside(filled[0], intervals, chain, stage))
+    before, behind = (part[here] for part in outside(filled[0], intervals, chain, stage))
     left = (microbatches - ahead + 1 - 2 * turns) * f + (microbatches - 2 * turns) * b
     # The last backward of the next stage does not wait for its collectives either.
     found = before + (ahead - 1) * f + turns * both + left + behind

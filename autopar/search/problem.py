@@ -22,6 +22,7 @@ from autopar.cost_models.evaluate import (
     fine_mesh_of,
 )
 from autopar.cost_models.events import schedule_of
+from autopar.cost_models.messages import Wires
 from autopar.cost_models.pricing import Prices
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
@@ -88,6 +89,7 @@ class _Known:
 
     tables: dict[object, UnitTable | None] = field(default_factory=dict)
     prices: dict[object, Prices] = field(default_factory=dict)
+    wires: dict[object, Wires] = field(default_factory=dict)
     outcomes: dict[Candidate, Outcome | None] = field(default_factory=dict)
     evaluated: int = 0
 
@@ -187,6 +189,13 @@ class Problem:
     def capacity_bytes(self, device: Device) -> int:
         """Memory for everything on a device."""
         return device.usable_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def wires(self, point: Point) -> Wires:
+        """Seconds of messages between pipeline ranks on the mesh of a point."""
+        key = (point.mesh, point.pipeline)
+        if key not in self._known.wires:
+            self._known.wires[key] = Wires(self.prices(point), "pp")
+        return self._known.wires[key]
 
     def room_bytes(self, device: Device) -> float:
         """Memory for tensors on a device."""
