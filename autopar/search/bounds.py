@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.events import schedule_of
 from autopar.cost_models.messages import Wires
 from autopar.schedules.make import SCHEDULES
-from autopar.search.candidates import Candidates, Stages
+from autopar.search.candidates import Candidates, Edges, Stages
 from autopar.search.chain_bounds import (
     Chain,
     any_bound,
@@ -78,6 +78,7 @@ class Bounds(Candidates):
     _wholes: dict[object, tuple[float, float]] = field(default_factory=dict)
     _uniform_room: float | None = None
     _extra: dict[object, float] = field(default_factory=dict)
+    _edges: dict[Point, Edges | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Candidates.__post_init__(self)
@@ -267,6 +268,13 @@ class Bounds(Candidates):
             point: Any of them.
             limit: Where the bound is not below it, it need not be exact.
         """
+        if point.schedule != "1f1b":
+            free = self.fixed(point, None, lightest=True)
+            return (
+                math.inf
+                if free is None
+                else self._worked(point, *free, self._chain(point)) * self.sharing()
+            )
         stages = self.stages(point, None, relaxed=True, lightest=True, limit=limit)
         if stages is None:
             return math.inf
@@ -311,34 +319,34 @@ class Bounds(Candidates):
             limit: Where the bound is not below it, it need not be exact.
             over: Bytes of each pipeline rank that are not in static and saved memory, if known.
         """
+        if point.schedule != "1f1b":
+            return self._of_fixed(point, limit)
         stages = self.stages(point, over, relaxed=True, limit=limit)
         if stages is None:
             return math.inf
         wires, sharing = self.problem.wires(point), self.sharing()
+
+        def message_s(stage: int, sizes: Floats) -> Floats:
+            known = {size: wires.seconds(stage, stage + 1, int(size)) for size in np.unique(sizes)}
+            return np.array([known[size] for size in sizes])
+
         chain = self._chain(point, stages, wires)
-        if point.schedule == "1f1b":
+        found = least_chain(stages.each, stages.filled, chain, message_s, limit / sharing)
+        return found * sharing
 
-            def message_s(stage: int, sizes: Floats) -> Floats:
-                known = {
-                    size: wires.seconds(stage, stage + 1, int(size)) for size in np.unique(sizes)
-                }
-                return np.array([known[size] for size in sizes])
-
-            found = least_chain(stages.each, stages.filled, chain, message_s, limit / sharing)
-            return found * sharing
-        found = self._any_cut(point, stages, chain)
-        if found >= limit / sharing or math.isinf(found):
-            return found * sharing
-        fixed = self.fixed_cut(point)
+    def _of_fixed(self, point: Point, limit: float) -> float:
+        """The same of a point with one cut."""
+        fixed, sharing = self.fixed(point, None), self.sharing()
         if fixed is None:
             return math.inf
-        least, cut = fixed
-        found = max(found, self._worked(point, least, cut, chain))
+        stages, cut = fixed
+        wires = self.problem.wires(point)
+        chain = self._chain(point, stages, wires)
+        found = self._worked(point, stages, cut, chain)
         small = point.microbatches * point.num_stages <= SIMULATED
         if small and found < limit / sharing:
-            speed, each = self.problem.software.speed, self._programs(point, least)
-            planned = planned_s(point, each, least.filled, cut, chain, wires, speed)
-            found = max(found, planned)
+            speed, each = self.problem.software.speed, self._programs(point, stages)
+            found = max(found, planned_s(point, each, stages.filled, cut, chain, wires, speed))
         return found * sharing
 
     def _worked(self, point: Point, stages: Stages, cut: Cut, chain: Chain) -> float:
@@ -360,15 +368,40 @@ class Bounds(Candidates):
             ends[rank] = float(before[k]), left
         return max(a + b + c for a, (b, c) in zip(work, ends, strict=True))
 
-    def fixed_cut(self, point: Point) -> tuple[Stages, Cut] | None:
-        """The one cut of a point of another schedule than 1F1B, and what its stages keep at best.
+    def fixed(
+        self, point: Point, over: tuple[float, ...] | None, *, lightest: bool = False
+    ) -> tuple[Stages, Cut] | None:
+        """The one cut of a point of another schedule than 1F1B, and what its stages keep.
 
-        It is the most even one if nothing but static and saved tensors takes memory. What else
-        does makes stages keep less, and so slower, but does not move the cut.
+        It is the most even one with memory of ZeRO-3 and nothing but static and saved tensors in
+        it. What else takes memory makes stages keep less, and so slower, but does not move the cut.
+
+        Args:
+            point: The point.
+            over: Bytes of each pipeline rank that are not in static and saved memory, if known.
+            lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
         """
-        stages = self.stages(point, None, relaxed=False)
-        cut = None if stages is None else self.even(stages)
-        return None if stages is None or cut is None else (stages, cut)
+        group = replace(point, zero=0, data_outside=False)
+        if group not in self._edges:
+            free = self.stages(group, None, relaxed=False, lightest=True)
+            even = None if free is None else self.even(free)
+            self._edges[group] = None
+            if free is not None and even is not None:
+                each = free.intervals
+                self._edges[group] = tuple(
+                    (int(each.start[k]), int(each.stop[k])) for k in even.chosen
+                )
+        edges = self._edges[group]
+        stages = (
+            None
+            if edges is None
+            else self.stages(point, over, relaxed=False, lightest=lightest, only=edges)
+        )
+        if stages is None or any(
+            math.isinf(item.forward_s[stage]) for stage, item in enumerate(stages.filled)
+        ):
+            return None
+        return stages, Cut(chosen=tuple(range(point.num_stages)), value=0.0)
 
     def _programs(self, point: Point, stages: Stages) -> list[Intervals]:
         """The candidates with the seconds of every program, if backward is split."""
@@ -380,7 +413,12 @@ class Bounds(Candidates):
             if device.name not in found:
                 table = self.problem.table(point, device, weight=True)
                 assert table is not None
-                found[device.name] = self.intervals(point, table, self.longest(point))
+                edges = tuple(
+                    zip(
+                        stages.intervals.start.tolist(), stages.intervals.stop.tolist(), strict=True
+                    )
+                )
+                found[device.name] = self.intervals(point, table, only=edges)
         return [found[devices[rank].name] for rank in schedule_of(point.plan()).stage_ranks]
 
     def _chain(

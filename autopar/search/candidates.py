@@ -22,6 +22,7 @@ from autopar.search.tables import UnitTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Edges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Candidates:
         longest: int | None = None,
         *,
         lightest: bool = False,
+        only: Edges | None = None,
     ) -> Intervals:
         """All stages that a point may have.
 
@@ -106,11 +108,14 @@ class Candidates:
             table: Its table.
             longest: Most units of a stage.
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+            only: First unit of every stage, and the unit behind its last, if they are known.
         """
         problem = self.problem
         count, block = problem.units.count, np.array(problem.units.block)
         start, stop = np.triu_indices(count + 1, 1)
-        if point.pipeline == 1 and point.chunks == 1:
+        if only is not None:
+            start, stop = np.array(only, np.int64).T
+        elif point.pipeline == 1 and point.chunks == 1:
             start, stop = np.array([0]), np.array([count])
         elif longest is not None:
             near = stop - start <= longest
@@ -163,6 +168,7 @@ class Candidates:
         relaxed: bool,
         lightest: bool = False,
         limit: float = math.inf,
+        only: Edges | None = None,
     ) -> Stages | None:
         """Candidates with what fits; None if the model cannot be placed so.
 
@@ -172,6 +178,7 @@ class Candidates:
             relaxed: See `fill_all`.
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
             limit: Seconds of a step; candidates of slower ones need not be found.
+            only: The stages, if they are known: candidate s is for stage s alone.
         """
         problem = self.problem
         devices = problem.devices(point)
@@ -186,10 +193,12 @@ class Candidates:
             if table is None:
                 return None
             intervals = by_device[device.name] = self.intervals(
-                point, table, self.longest(point), lightest=lightest
+                point, table, self.longest(point), lightest=lightest, only=only
             )
             mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
             looked_at = self._window(point, intervals, mine, limit)
+            if only is not None:
+                looked_at = np.eye(len(only), dtype=bool)[mine]
             rows = np.arange(len(mine))
             if looked_at is None:  # chunks of a rank are alike
                 keys = np.stack([under_way[mine], room[mine]])

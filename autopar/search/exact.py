@@ -242,12 +242,13 @@ def _suggested(
     # What other points have shown would make the one plan of a point depend on them.
     over = bounds.extra(point) if point.schedule == "1f1b" else (0.0,) * point.pipeline
     for _ in range(ROUNDS):
-        stages = bounds.stages(point, over, relaxed=False)
-        if stages is None:
+        known = _planned(bounds, point, over)
+        if known is None:
             return None, over
+        stages, cuts = known
         best: Outcome | None = None
         worst: Outcome | None = None
-        for cut in _cuts(bounds, point, stages):
+        for cut in cuts:
             outcome = problem.outcome(_candidate(point, stages, cut))
             if outcome is None:
                 continue
@@ -289,15 +290,19 @@ def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) 
     )
 
 
-def _cuts(bounds: Bounds, point: Point, stages: Stages) -> list[Cut]:
-    """The most even cut, and of 1F1B those of a smaller sum that are a little less even."""
+def _planned(
+    bounds: Bounds, point: Point, over: tuple[float, ...]
+) -> tuple[Stages, list[Cut]] | None:
+    """Cuts of a point to be priced, None if nothing fits."""
     if point.schedule != "1f1b":
-        fixed = bounds.fixed_cut(point)
-        kept = fixed is not None and all(
-            math.isfinite(stages.filled[stage].forward_s[k])
-            for stage, k in enumerate(fixed[1].chosen)
-        )
-        return [fixed[1]] if fixed is not None and kept else []
+        fixed = bounds.fixed(point, over)
+        return None if fixed is None else (fixed[0], [fixed[1]])
+    stages = bounds.stages(point, over, relaxed=False)
+    return None if stages is None else (stages, _cuts(bounds, point, stages))
+
+
+def _cuts(bounds: Bounds, point: Point, stages: Stages) -> list[Cut]:
+    """The most even cut, and those of a smaller sum that are a little less even."""
     weights = [item.forward_s + item.backward_s for item in stages.filled]
     least, _ = least_bottleneck(stages.intervals, weights)
     if not math.isfinite(least):
