@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from autopar.cost_models.ops.call import OpCall, apply_cast, expansion, working_dtype
+from autopar.cost_models.ops.call import (
+    OpCall,
+    apply_cast,
+    expansion,
+    reduce_over,
+    working_dtype,
+)
 from autopar.cost_models.tape.basic import apply, detach, only, reshape, total, view
 from autopar.cost_models.tape.tensors import Local, Shape
 
@@ -184,8 +189,10 @@ def _batch_norm(call: OpCall) -> Sequence[Local]:
     dims = [d for d in range(source.ndim) if d != 1 and not (instance and d == 0)]
     axes = call.axes_of(call.letters_of(0, dims)) if training else ()
     there = tuple(axis for axis in axes if axis != call.rank.time)
+    if there and instance:
+        return _instance_norm_split(call, affine, dims, axes)
     if there:
-        return _batch_norm_split(call, affine, running, dims, axes)
+        return _batch_norm_split(call, affine, running, axes)
     rows = (source.shape[0] * channels[0],) if instance else channels
     dtype = call.tape.implementation.statistics_dtype(source.dtype)
     extra = [(x.shape, x.dtype) for x in running] if len(call.outputs) > 1 else []
@@ -194,25 +201,14 @@ def _batch_norm(call: OpCall) -> Sequence[Local]:
     return made[: len(call.outputs)]
 
 
-def _batch_norm_split(
-    call: OpCall,
-    affine: Sequence[Local],
-    running: Sequence[Local],
-    dims: Sequence[int],
-    axes: tuple[int, ...],
+def _instance_norm_split(
+    call: OpCall, affine: Sequence[Local], dims: Sequence[int], axes: tuple[int, ...]
 ) -> Sequence[Local]:
-    """Statistics over all ranks (`autopar.runtime.special.norm.batch_norm`)."""
+    """Statistics of each instance over all ranks."""
     tape = call.tape
     source = call.operands[0]
     values = apply_cast(call, source, working_dtype(source.dtype))
     mean, variance, _ = _moments(call, values, dims, axes)
-    new = []
-    for before, now in zip(running, (mean, variance), strict=False):
-        seen = detach(now)
-        flat = Local((seen.numel,), seen.dtype, seen.memory)
-        fresh = tape.pointwise("mul", (flat,), flat.dtype)
-        kept = tape.pointwise("mul", (before,), before.dtype)
-        new.append(tape.pointwise("add", (kept, fresh), before.dtype))
     scale = _inverse_root(call, variance)
     centred = apply(tape, "sub", (values, mean), values.dtype, _SUB)
     result = apply(tape, "mul", (centred, scale), values.dtype, _MUL)
@@ -220,11 +216,92 @@ def _batch_norm_split(
         column = view(tape, tensor, (1, tensor.numel, *(1,) * (source.ndim - 2)))
         rule = _MUL if number == 0 else _ADD
         result = apply(tape, "affine", (result, column), result.dtype, rule)
-    result = apply_cast(call, result, source.dtype)
-    if len(call.outputs) == 1:
-        return (result,)
-    shown = [Local((math.prod(x.shape),), x.dtype, x.memory) for x in (mean, scale)]
-    return (result, *shown, *new)
+    return (apply_cast(call, result, source.dtype),)
+
+
+def _batch_norm_split(
+    call: OpCall, affine: Sequence[Local], running: Sequence[Local], axes: tuple[int, ...]
+) -> Sequence[Local]:
+    """Statistics over all ranks (`autopar.runtime.special.norm.batch_norm`)."""
+    tape = call.tape
+    source = call.operands[0]
+    mean, variance = _channel_moments(call, source, axes)
+    new = []
+    for before, now in zip(running, (mean, variance), strict=False):
+        fresh = now if now is mean else tape.pointwise("mul", (now,), now.dtype)
+        new.append(tape.pointwise("lerp", (before, fresh), before.dtype))
+    out = _normalised(call, source, affine, (mean, variance))
+
+    def backward(grads: list[Local | None]) -> Sequence[Local | None]:
+        grad = only(grads)
+        return _synchronised_backward(call, grad, affine, (mean, variance), axes)
+
+    tape.record((out,), (source, *affine), backward)
+    return (out,) if len(call.outputs) == 1 else (out, mean, variance, *new)
+
+
+def _channel_moments(call: OpCall, source: Local, axes: tuple[int, ...]) -> tuple[Local, Local]:
+    """Mean and variance of each channel of all ranks' parts: one pass, two sums of vectors."""
+    tape, dtype = call.tape, working_dtype(source.dtype)
+    values = detach(source)
+    if dtype != source.dtype:
+        values = tape.pointwise("_to_copy", (values,), dtype)
+    result = ((source.shape[1],), dtype)
+    variance, mean = tape.emit_many(
+        "var_mean", "reduction", (values,), [result, result], flops=4 * source.numel
+    )
+    share = tape.pointwise("mul", (mean,), dtype)
+    overall = reduce_over(tape, call.rank, share, axes)
+    off = tape.pointwise("sub", (mean, overall), dtype)
+    spread = tape.pointwise("addcmul", (variance, off, off), dtype)
+    share = tape.pointwise("mul", (spread,), dtype)
+    return overall, reduce_over(tape, call.rank, share, axes)
+
+
+def _normalised(
+    call: OpCall, source: Local, affine: Sequence[Local], statistics: Sequence[Local]
+) -> Local:
+    (out,) = call.tape.emit_many(
+        "batch_norm", "norm", (source, *affine, *statistics), [(source.shape, source.dtype)],
+        flops=8 * source.numel,
+    )  # fmt: skip
+    if source.strides is not None:
+        out.strides = source.strides
+    return out
+
+
+def _synchronised_backward(
+    call: OpCall,
+    grad: Local,
+    affine: Sequence[Local],
+    statistics: Sequence[Local],
+    axes: tuple[int, ...],
+) -> list[Local | None]:
+    """Two sums of each channel in a pass, summed over ranks at once; then the gradient in two."""
+    tape, source = call.tape, call.operands[0]
+    dtype, channels = statistics[0].dtype, source.shape[1]
+    result = ((channels,), dtype)
+    sums = tape.emit_many(
+        "batch_norm_backward", "norm", (grad, source, *affine[:1], *statistics), [result, result],
+        flops=6 * source.numel,
+    )  # fmt: skip
+    found: list[Local | None] = [None, *sums[: len(affine)]]
+    if not source.trains:
+        return found
+    factor = statistics[1]
+    for op in ("add", "rsqrt"):
+        factor = tape.pointwise(op, (factor,), dtype)
+    factor = tape.pointwise("mul", (factor, *affine[:1]), dtype)
+    pair = tape.emit("stack", "copy", sums, (2, channels), dtype)
+    pair = reduce_over(tape, call.rank, pair, axes)
+    pair = tape.pointwise("mul", (pair, tape.pointwise("div", (factor,), dtype)), dtype)
+    through = _normalised(call, source, (pair,), statistics)
+    column = Local((1, channels, *(1,) * (source.ndim - 2)), dtype, factor.memory)
+    made = tape.pointwise("addcmul", (through, grad, column), dtype)
+    if made.dtype != source.dtype:
+        made = tape.pointwise("_to_copy", (made,), source.dtype)
+    found[0] = made
+    return found
 
 
 @expansion("_weight_norm")
