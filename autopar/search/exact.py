@@ -34,6 +34,8 @@ FEW = 4
 """With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
 """How much the slowest stage may exceed the least possible for a smaller sum."""
+PROBE, PAUSE = 0.98, 15
+"""A plan that promises to be this much faster is priced before its turn, once in so many looks."""
 TRIED, STARTS = 60, 3
 """Expert points whose cuts are looked at first, and of which so many are evaluated."""
 LEVELS = (
@@ -57,6 +59,7 @@ class _State:
     gap: float = 0.0
     floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
     counter: int = 0
+    looks: int = 0  # since a plan was priced out of order
 
     @property
     def limit(self) -> float:
@@ -78,6 +81,7 @@ class _State:
     def look(self, bound: float, level: int, point: Point) -> None:
         """Tighten the bound of a point, or evaluate it."""
         bounds = self.bounds
+        self.looks += 1
         if level == 0:
             self.push(max(bound, bounds.cheap(point, lightest=True)), 1, point)
         elif level == 1:
@@ -86,7 +90,12 @@ class _State:
                 if member not in self.tried:
                     self.push(max(found, bounds.cheap(member)), 2, member)
         elif level == 2:
-            self.push(max(bound, bounds.cut(point, self.limit)), 3, point)
+            found = max(bound, bounds.cut(point, self.limit))
+            if found < PROBE * self.limit < math.inf and self.looks >= PAUSE:
+                self.looks = 0
+                self.evaluate(found, point)  # what there is to beat gets better early
+            else:
+                self.push(found, 3, point)
         else:
             self.evaluate(bound, point)
 
@@ -100,8 +109,10 @@ class _State:
         self.found.append(outcome)
         if self.best is None or outcome.step_s < self.best.step_s:
             self.best = outcome
-        if point.schedule != "1f1b":  # a point with one plan is known exactly
-            self.floor = min(self.floor, outcome.step_s)
+        kept = len(self.problem.policies) - 1
+        plain = {*outcome.candidate.low, *outcome.candidate.high} == {kept}
+        if point.schedule != "1f1b" or (point.pipeline == 1 and plain):
+            self.floor = min(self.floor, outcome.step_s)  # there is no other plan, or none faster
             return
         surely = tuple(SURE * beyond for beyond in over)
         tighter = self.bounds.cut(point, outcome.step_s, surely) if any(surely) else bound
@@ -229,7 +240,8 @@ def best_candidate(
     """
     best, over = _suggested(problem, bounds, point)
     if best is None and point.chunks == 1:  # chunks of a rank share its memory evenly
-        best = leanest(problem, bounds, point)
+        lean = leanest(problem, bounds, point)
+        best = lean if lean is not None and lean.fits else None
     if best is not None and point.schedule == "1f1b":
         best = polished(problem, best)
     return best, over

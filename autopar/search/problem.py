@@ -7,6 +7,7 @@ own. Points are evaluated with the cuts, and with what every layer computes agai
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ from autopar.graph.ir import Graph
 from autopar.plan.microbatch import STATISTICS, batch_sizes
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import policy_nodes
-from autopar.search.space import ROLES, Point, Space
+from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, ROLES, Point, Space
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
 from autopar.search.units import Units
@@ -135,6 +136,20 @@ class Problem:
         self.device = cluster.hardware(0)
         self._known = _Known()
 
+    def on(self, cluster: ClusterSpec) -> Problem:
+        """The problem on a larger cluster of the same devices, with nothing fixed.
+
+        Tables of seconds and bytes are kept: of seconds, those of collectives over other links may
+        differ.
+        """
+        found = copy.copy(self)
+        found.cluster, found.device = cluster, cluster.hardware(0)
+        found.evaluator = copy.copy(self.evaluator)
+        found.evaluator.cluster = cluster
+        found.space = replace(self.space, num_devices=cluster.num_devices, allowed={})
+        found._known = _Known(tables=self._known.tables)
+        return found
+
     def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
         sizes = batch_sizes(self.layout.folded, self.layout.factors)
         if not sizes:
@@ -155,9 +170,25 @@ class Problem:
             layers=sum(number >= 0 for number in self.units.block),
             roles=roles,
             tensor_limit=self._tensor_limit(names),
+            samples=self._samples(),
             microbatched=self._microbatched(batch),
             allowed=allowed,
         )
+
+    def _samples(self) -> int:
+        """The largest microbatch of a rank that is looked at."""
+        layout = self.layout
+        tokens = max(
+            (
+                unit.size
+                for node, units in zip(layout.folded.nodes, layout.factors.units, strict=True)
+                if any(value.spec.requires_grad for value in node.outputs)
+                for unit in units
+                if unit.name.partition(".")[0] == "seq"
+            ),
+            default=1,
+        )
+        return max(1, min(MAX_SAMPLES, MAX_TOKENS // tokens))
 
     def _microbatched(self, batch: int) -> bool:
         """Whether the model can be computed in microbatches, and is then the same.

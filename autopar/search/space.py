@@ -26,8 +26,8 @@ SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 _INNER = ("zero", "data_outside")
 """Fields in which the points of a group differ."""
 MAX_CHUNKS = 8
-MAX_SAMPLES = 256
-"""Most samples of a microbatch on a rank."""
+MAX_SAMPLES, MAX_TOKENS = 256, 2**16
+"""Most samples, and tokens, of a microbatch on a rank: larger ones are no faster per sample."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -117,6 +117,7 @@ class Space:
         roles: What a tensor axis may split on this model.
         tensor_limit: Largest tensor axis.
         schedules: Names of schedules.
+        samples: Most samples of a microbatch on a rank.
         microbatched: Whether the model can be computed in microbatches.
         allowed: Fields of points with the values that they may have; others are free.
     """
@@ -128,6 +129,7 @@ class Space:
     roles: tuple[str, ...]
     tensor_limit: int
     schedules: tuple[str, ...] = SYNCHRONOUS
+    samples: int = MAX_SAMPLES
     microbatched: bool = True
     allowed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
@@ -167,7 +169,7 @@ class Space:
             return
         for microbatches in divisors(self.batch):
             samples = self.batch // microbatches
-            if samples < data or (samples > MAX_SAMPLES * data and microbatches < self.batch):
+            if samples < data or (samples > self.samples * data and microbatches < self.batch):
                 continue
             if microbatches > 1 and not self.microbatched:
                 continue
