@@ -44,8 +44,8 @@ class Stages:
 
 
 _NOTHING = Filled(
-    forward_s=np.zeros(0), backward_s=np.zeros(0), alone_s=np.zeros(0), low=np.zeros(0, np.int64),
-    high=np.zeros(0, np.int64), upgraded=np.zeros(0),
+    forward_s=np.zeros(0), backward_s=np.zeros(0), alone_s=np.zeros(0), ending_s=np.zeros(0),
+    low=np.zeros(0, np.int64), high=np.zeros(0, np.int64), upgraded=np.zeros(0),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 def last_backward(filled: Filled, intervals: Intervals) -> Floats:
     """Seconds from the start of a stage's last backward to the end of its update, at least."""
-    return np.maximum(filled.backward_s, intervals.sync_s) + intervals.tail_s
+    return filled.ending_s + intervals.tail_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from autopar.graph.ir import Graph
 from autopar.plan.extras import POLICIES
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
-from autopar.search import exact, exhaustive, expert, mcmc, rl
+from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
 from autopar.search.finish import certificate_note, finish
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import OPTIONS, Problem
@@ -83,6 +83,8 @@ STRATEGIES.add("expert", lambda problem, r: expert.search(problem, time_limit_s=
 STRATEGIES.add(
     "exhaustive", lambda problem, r: exhaustive.search(problem, time_limit_s=_limit_s(r))
 )
+STRATEGIES.add("dp", lambda problem, r: dp.search(problem, time_limit_s=_limit_s(r)))
+STRATEGIES.add("ilp", lambda problem, r: ilp.search(problem, time_limit_s=_limit_s(r)))
 STRATEGIES.add("mcmc", partial(_random, mcmc.search))
 STRATEGIES.add("rl", partial(_random, rl.search))
 

@@ -10,14 +10,14 @@ from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction
 from autopar.errors import PlanError
 from autopar.search.bounds import Bounds
-from autopar.search.exact import even_candidate
+from autopar.search.polish import leanest
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.space import Point
 from autopar.units import format_bytes
 
-TRIED = 24
-"""Points of least memory that are priced exactly."""
+TRIED, FEW = 6, 2
+"""Points of least memory that are priced exactly, here and on larger clusters."""
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """How many times the devices are tried."""
 
@@ -52,23 +52,32 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
     )
 
 
-def least_memory(problem: Problem) -> Outcome | None:
-    """The plan with least bytes beyond the memory of a device among those that promise it."""
+def least_memory(problem: Problem, *, tried: int = TRIED) -> Outcome | None:
+    """The plan with least bytes beyond the memory of a device among those that promise it.
+
+    Args:
+        problem: The problem.
+        tried: Points that are priced at most; fewer where no other can need less.
+    """
     bounds, points = Bounds(problem), list(_points(problem))
     bounds.know_largest(points)
     ordered = sorted((_promise(problem, bounds, point), point) for point in points)
     best: Outcome | None = None
-    tried = 0
+    least = math.inf  # bytes of tensors on a rank of the best
     for promise, point in ordered:
-        if math.isinf(promise) or tried >= TRIED:
+        if math.isinf(promise) or promise >= least or tried == 0:
             break
-        candidate = even_candidate(problem, bounds, point, 0)
-        outcome = problem.outcome(candidate) if candidate is not None else None
+        outcome = leanest(problem, bounds, point)
         if outcome is None:
             continue
-        tried += 1
+        tried -= 1
         if best is None or outcome.over_bytes < best.over_bytes:
             best = outcome
+            device = problem.devices(point)[0]
+            over = outcome.over_bytes / problem.reserved_factor(device)
+            least = problem.room_bytes(device) + over
+        if best.fits:
+            break
     return best
 
 
@@ -81,7 +90,7 @@ def _points(problem: Problem) -> Iterable[Point]:
 
 
 def _promise(problem: Problem, bounds: Bounds, point: Point) -> float:
-    """Bytes that a rank needs at least, the model spread evenly."""
+    """Bytes of tensors that some rank needs at least: those of all, spread evenly."""
     largest = bounds.largest(point)
     totals = bounds.totals(largest)
     if totals is None:
@@ -126,11 +135,7 @@ def fewest_devices(problem: Problem) -> ClusterSpec | None:
             replace(group, nodes=group.nodes * multiple) for group in problem.cluster.groups
         )
         cluster = replace(problem.cluster, groups=groups)
-        wider = Problem(
-            problem.graph, problem.loss, cluster, software=problem.software,
-            options=problem.options, memory_bytes=problem.memory_bytes,
-        )  # fmt: skip
-        least = least_memory(wider)
+        least = least_memory(problem.on(cluster), tried=FEW)
         if least is not None and least.fits:
             return cluster
     return None

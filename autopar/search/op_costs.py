@@ -394,7 +394,10 @@ class OpPricer:
 
     def _price(self) -> tuple[Floats, Floats]:
         """Seconds of device and host of everything taped, by number."""
-        device, calls = np.array(self.inline), np.array(self.calls, dtype=np.float64)
+        device, calls = (
+            np.array(self.inline, dtype=np.float64),
+            np.array(self.calls, dtype=np.float64),
+        )
         host = calls * launch_of(self.device) * COLLECTIVE_LAUNCHES
         if self.kernels:
             columns = Columns.of(self.kernels)

@@ -19,6 +19,7 @@ from autopar.search.stage_cut import (
     Filled,
     Floats,
     Intervals,
+    ending_seconds,
     kernel_seconds,
     program_seconds,
 )
@@ -102,8 +103,9 @@ def _tasks(
         joined = float(program_seconds(parts, speed)[0])
         found[kind, False] = found[kind, True] = Task(compute_s=joined)
         if kind != "F":  # the last does not wait for its collectives
-            alone = float(kernel_seconds(parts, speed)[0])
-            late = joined if kind == "I" else max(joined, float(intervals.sync_s[k]))
-            found[kind, True] = Task(compute_s=alone, beside_s=max(0.0, late - alone))
+            sync_s = np.array([0.0 if kind == "I" else intervals.sync_s[k]])
+            alone = float(kernel_seconds(parts, speed)[0] + (1 - speed.overlap) * sync_s[0])
+            late = float(ending_seconds(parts, sync_s, speed)[0])
+            found[kind, True] = Task(compute_s=alone, beside_s=late - alone)
     found["UPDATE", False] = found["UPDATE", True] = Task(compute_s=float(intervals.tail_s[k]))
     return found

@@ -24,7 +24,7 @@ PLANS, SPARED = 400, 8
 
 
 def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
-    """The plan of a point that leaves every rank most room, if it fits.
+    """The plan of a point that leaves every rank most room, whether it fits or not.
 
     Args:
         problem: The problem.
@@ -37,22 +37,23 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
     under_way, chunks = bounds.under_way(point), point.chunks
     places = schedule_of(point.plan()).stage_ranks
     rooms = [problem.room_bytes(device) for device in problem.devices(point)]
-    if min(rooms) <= 0:
-        return None
+    # Where there is no room for anything, bytes themselves are compared.
+    sizes = rooms if min(rooms) > 0 else [1.0] * len(rooms)
     planned = [
         mine.static + live * mine.saved.min(axis=0)
         for mine, live in zip(stages.each, under_way, strict=True)
     ]
+    best: Outcome | None = None
     extra, tried = [0.0] * point.pipeline, set[tuple[int, ...]]()
     for _ in range(ROUNDS):
         needs = [
-            (own + extra[rank] / chunks) / (rooms[rank] / chunks)
+            (own + extra[rank] / chunks) / (sizes[rank] / chunks)
             for own, rank in zip(planned, places, strict=True)
         ]
         least, _ = least_bottleneck(stages.intervals, needs)
         cut = cheapest_sum(stages.intervals, needs, needs, least * (1 + 1e-12))
         if cut is None or cut.chosen in tried:
-            return None
+            break
         tried.add(cut.chosen)
         options = tuple(
             int(mine.saved[:, k].argmin())
@@ -67,8 +68,12 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
                 upgraded=(0,) * point.num_stages,
             )
         )
-        if outcome is None or outcome.fits:
-            return outcome
+        if outcome is None:
+            break
+        if best is None or outcome.over_bytes < best.over_bytes:
+            best = outcome
+        if best.fits:
+            break
         devices = problem.devices(point)
         for rank, over in enumerate(outcome.rank_over_bytes):
             mine = sum(
@@ -78,7 +83,7 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
             )
             held = rooms[rank] + over / problem.reserved_factor(devices[rank])
             extra[rank] = max(extra[rank], held - mine)
-    return None
+    return best
 
 
 def polished(problem: Problem, outcome: Outcome) -> Outcome:

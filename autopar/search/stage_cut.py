@@ -53,12 +53,20 @@ class Intervals:
     num_units: int
     _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
     _alone: list[Floats] = field(default_factory=list)
+    _ending: list[Floats] = field(default_factory=list)
 
     def plain(self, speed: Speed) -> tuple[Floats, Floats]:
         """Seconds of F and B where nothing is computed again."""
         if not self._plain:
             self._plain.append(durations(self.sums[-1], speed))
         return self._plain[0]
+
+    def ending(self, speed: Speed) -> Floats:
+        """`ending_seconds` where nothing is computed again."""
+        if not self._ending:
+            parts = self.sums[-1, 1] + self.sums[-1, 2]
+            self._ending.append(ending_seconds(parts, self.sync_s, speed))
+        return self._ending[0]
 
     def alone(self, speed: Speed) -> Floats:
         """Seconds of B at least if it does not wait for the collectives beside it."""
@@ -76,6 +84,23 @@ def kernel_seconds(parts: Floats, speed: Speed) -> Floats:
     """
     compute, inline, beside, _, host = parts
     return race(compute + inline, host) + (1 - speed.overlap) * beside
+
+
+def ending_seconds(parts: Floats, sync_s: Floats, speed: Speed) -> Floats:
+    """Seconds of the last backward and the collectives that it starts, at least.
+
+    Into how many pieces these are cut is not known: with one that is ready after x of e seconds of
+    kernels and h of collectives, both end after ``max(e + slowdown (e - x), x + h)`` if h > e - x.
+
+    Args:
+        parts: See `program_seconds`.
+        sync_s: Seconds of collectives once per step, shape (K,).
+        speed: Of the software.
+    """
+    end = kernel_seconds(parts, speed) + (1 - speed.overlap) * sync_s
+    hidden = speed.overlap * (parts[2] + sync_s)
+    share = speed.slowdown / (1 + speed.slowdown)
+    return np.maximum(hidden, end + share * np.minimum(hidden, end))
 
 
 def program_seconds(parts: Floats, speed: Speed) -> Floats:
@@ -119,11 +144,13 @@ class Filled:
         high: Option of as many layers as `upgraded` says, shape (K,).
         upgraded: Shape (K,); whole numbers unless relaxed.
         alone_s: See `Intervals.alone`, shape (K,).
+        ending_s: Seconds from the start of the last backward to the end of its collectives.
     """
 
     forward_s: Floats
     backward_s: Floats
     alone_s: Floats
+    ending_s: Floats
     low: Ints
     high: Ints
     upgraded: Floats
@@ -162,6 +189,7 @@ def fill_all(
         forward_s=np.full(shape, np.inf),
         backward_s=np.full(shape, np.inf),
         alone_s=intervals.alone(speed),
+        ending_s=intervals.ending(speed),
         low=np.full(shape, last),
         high=np.full(shape, last),
         upgraded=np.zeros(shape),
@@ -181,11 +209,13 @@ def fill_all(
         _fill_rest(
             found, intervals, speed, under_way[stages], left[rest], stages, candidates, relaxed
         )
+    hidden = speed.overlap * (intervals.sums[-1, 1, 2] + intervals.sums[-1, 2, 2])
     return [
         Filled(
             forward_s=found.forward_s[stage],
             backward_s=found.backward_s[stage],
             alone_s=found.alone_s,
+            ending_s=np.maximum(found.ending_s, found.backward_s[stage] - hidden),
             low=found.low[stage],
             high=found.high[stage],
             upgraded=found.upgraded[stage],

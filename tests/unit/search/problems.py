@@ -143,6 +143,8 @@ def small(seed: int, most: int = 160) -> Small | None:
     rng = random.Random(seed)
     family = rng.choice(("gpt", "llama", "mlp", "conv", "t5"))
     layers, size, batch = rng.choice((2, 3, 4)), rng.randrange(3), rng.choice((1, 2, 4, 6, 8))
+    if family in ("mlp", "conv"):  # of one sample nothing can be told from the batch
+        batch = max(batch, 2)
     text = rng.choice(UNEQUAL if rng.random() < 0.25 else EQUAL)
     cluster = ClusterSpec.parse(text)
     figures = {}
