@@ -393,6 +393,14 @@ def _vote_from_structure(builder: _Builder, names: _Names) -> None:
     for root in made & used:
         if not names.hinted(root):
             names.vote(root, "hidden" if root in given else "ffn", 0)
+    # A fused gate makes twice the width that is used, side by side.
+    parts = {
+        names.find((root, low)) for root in made - used for low, _ in builder.classes.atoms(root)
+    }
+    for root in used - made - given:
+        atoms = builder.classes.atoms(root)
+        if len(atoms) == 1 and not names.hinted(root) and names.find((root, atoms[0][0])) in parts:
+            names.vote(root, "ffn", 0)
 
 
 def infer_factors(graph: Graph, blocks: tuple[Block, ...] | None = None) -> Factors:

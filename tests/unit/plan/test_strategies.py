@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.errors import PlanError
 from autopar.plan.build import make_plan
 from autopar.plan.plan import Plan
@@ -18,6 +19,8 @@ from autopar.plan.strategies import (
     prime_factors,
     split_axes,
 )
+from autopar.presets.config import DecoderConfig
+from autopar.presets.registry import build_decoder
 from autopar.sharding.mesh import Mesh
 from tests.models.cases import language, structure, vision
 from tests.models.check import Case, compare
@@ -185,3 +188,15 @@ def test_normal_form():
     assert made.names("tp") == ("heads", "ffn") and made.names("none") == ()
     assert parse_constraints(None, mesh).strategy == "ddp"
     assert structure.samples(2).traced.loss is not None
+
+
+def test_megatron_splits_a_fused_gate_by_its_inner_factor():
+    config = DecoderConfig(
+        layers=2, hidden=64, heads=8, vocab=128, ffn=96, positions="rope", norm="rms", gated=True,
+        bias=False, context=32, fused_gate=True,
+    )  # fmt: skip
+    model, args, kwargs = build_decoder(config, batch=4, seq=32)
+    plan = autopar.plan(model, None, args, kwargs, mesh="tp=2", constraints="megatron_sp")
+    placed = {item.fqn: item.placement for item in plan.parameters}
+    assert placed["blocks.0.mlp.up.weight"] == ("ffn@0:1x96",)
+    assert placed["blocks.0.mlp.down.weight"] == ("ffn@1:1x96",)
