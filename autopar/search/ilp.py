@@ -120,7 +120,7 @@ def columns(
 
 def _mixes(options: int, layers: int) -> list[tuple[int, int, int]]:
     found = [(option, option, 0) for option in range(options)]
-    step = -(-layers // SHARES)
+    step = max(1, -(-layers // SHARES))
     for low, high in product(range(options), repeat=2):
         if low != high:
             found += [(low, high, count) for count in range(step, layers + 1, step)]

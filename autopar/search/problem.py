@@ -108,7 +108,7 @@ class Problem:
         memory_bytes: Memory of every device instead of the cluster's.
 
     Raises:
-        PlanError: If the model has no loss, no batch, or the space is empty.
+        PlanError: If the model has no loss, or the space is empty.
     """
 
     def __init__(
@@ -152,13 +152,8 @@ class Problem:
 
     def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
         sizes = batch_sizes(self.layout.folded, self.layout.factors)
-        if not sizes:
-            raise PlanError(
-                "the model has no batch to divide: no op treats samples one by one",
-                expected="inputs with a batch dim",
-                where="example inputs",
-            )
-        batch = int(np.gcd.reduce(list(sizes)))
+        # Of one sample, or none that is treated like the others, nothing can be divided.
+        batch = int(np.gcd.reduce(list(sizes))) if sizes else 1
         names = set(self.layout.factors.names())
         roles = tuple(name for name, factors in ROLES.items() if names.intersection(factors))
         if "seq" not in names:

@@ -1,0 +1,117 @@
+"""Strategies beside the exact one: what they find, and that they find it again."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.presets.registry import build
+from autopar.search import exact, ilp
+from autopar.search.bounds import Bounds
+from autopar.search.find import STRATEGIES, Request
+from autopar.search.problem import Problem
+from autopar.search.space import Point
+from autopar.search.stage_cut import cheapest_sum, least_bottleneck
+from autopar.trace import trace
+from tests.unit.search.problems import traced
+
+SMALL = (
+    ("gpt", 2, 2, 4, "1x2xA100"),
+    ("llama", 2, 1, 4, "1x4xA100"),
+    ("t5", 2, 1, 4, "2x2xL4"),
+    ("mlp", 2, 2, 8, "4xcpu"),
+)
+
+
+def problem_of(family: str, layers: int, size: int, batch: int, cluster: str) -> Problem:
+    found = traced(family, layers, size, batch)
+    return Problem(found.graph, found.loss, ClusterSpec.parse(cluster))
+
+
+@pytest.mark.parametrize("strategy", ["mcmc", "rl"])
+def test_drawing_plans_finds_good_ones_and_the_same_again(strategy: str):
+    family, layers, size, batch, cluster = SMALL[0]
+    truth = exact.search(problem_of(family, layers, size, batch, cluster)).best
+    found = [
+        STRATEGIES[strategy](problem_of(family, layers, size, batch, cluster), Request(seed=3))
+        for _ in range(2)
+    ]
+    assert found[0].best == found[1].best
+    assert truth is not None and found[0].best is not None
+    assert found[0].best.step_s <= 1.05 * truth.step_s
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["mcmc", "rl"])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case[0])
+def test_drawing_plans_comes_close_on_small_problems(
+    strategy: str, case: tuple[str, int, int, int, str]
+):
+    truth = exact.search(problem_of(*case)).best
+    for seed in range(2):
+        found = STRATEGIES[strategy](problem_of(*case), Request(seed=seed))
+        assert truth is not None and found.best is not None
+        assert found.best.step_s <= 1.05 * truth.step_s
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ilp", "expert"])
+def test_better_cuts_of_expert_grids_lie_between_experts_and_the_exact_search(strategy: str):
+    case = ("gpt", 2, 2, 4, "1x4xA10G")
+    best = exact.search(problem_of(*case)).best
+    found = STRATEGIES[strategy](problem_of(*case), Request())
+    expert = STRATEGIES["expert"](problem_of(*case), Request()).best
+    assert best is not None and found.best is not None and expert is not None
+    assert best.step_s <= found.best.step_s * (1 + 1e-9)
+    assert found.best.fits
+    assert found.certificate.bound_s == 0.0
+    if strategy == "dp":
+        assert found.best.step_s <= expert.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_integer_program_agrees_with_intervals(seed: int):
+    rng = random.Random(seed)
+    problem = problem_of("gpt", 3, 2, 8, "1x3xA100")
+    point = Point(pipeline=3, microbatches=8)
+    problem.memory_bytes = problem.software.context_bytes + rng.choice((2**28, 2**29, 2**40))
+    bounds = Bounds(problem)
+    none = (0.0,) * 3
+    stages = bounds.stages(point, none, relaxed=False)
+    assert stages is not None
+    weights = [item.forward_s + item.backward_s for item in stages.filled]
+    bottleneck, _ = least_bottleneck(stages.intervals, weights)
+    columns = ilp.columns(problem, bounds, point, stages, none)
+    slowest = ilp.least(columns, 2, sum_weight=0.0)
+    if math.isinf(bottleneck):
+        assert slowest is None
+        return
+    assert slowest is not None
+    assert max(column.seconds for column in slowest) == pytest.approx(bottleneck, rel=1e-6)
+    within = [column for column in columns if column.seconds <= bottleneck * (1 + 1e-9)]
+    chosen = ilp.least(within, 1)
+    cut = cheapest_sum(stages.intervals, weights, weights, bottleneck * (1 + 1e-9))
+    assert chosen is not None and cut is not None
+    assert sum(column.seconds for column in chosen) == pytest.approx(cut.value, rel=1e-6)
+
+
+@pytest.mark.long
+def test_gaps_on_gpt3(record_property: Callable[[str, object], None]):
+    model, args, kwargs = build("gpt3-175b")
+    found = trace(model, args, kwargs, None)
+    cluster = ClusterSpec.parse("128x8xA100")
+    lines = []
+    best = exact.search(Problem(found.graph, found.loss, cluster), gap=0.01).best
+    assert best is not None
+    for name in ("expert", "dp", "mcmc", "rl"):
+        request = Request(time_limit_s=120.0)
+        result = STRATEGIES[name](Problem(found.graph, found.loss, cluster), request)
+        assert result.best is not None
+        assert best.step_s * (1 - 0.01) <= result.best.step_s
+        lines.append(
+            f"{name} {result.best.step_s / best.step_s - 1:+.2%} in {result.seconds:.0f} s"
+        )
+    record_property("summary", f"exact {best.step_s:.4g} s; " + "; ".join(lines))
