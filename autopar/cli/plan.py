@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
 from autopar.errors import PlanError
+from autopar.units import format_bytes
 
 if TYPE_CHECKING:
     from autopar.cost_models.evaluate import Prediction
     from autopar.plan.plan import Plan
     from autopar.runtime.loader import LoadedModel
+    from autopar.search.find import Found
     from autopar.search.result import SearchResult
     from autopar.sharding.mesh import Mesh
 
@@ -45,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of searches that draw numbers")
     parser.add_argument(
         "--top", type=int, default=3, metavar="K", help="runners-up to print (default: 3)"
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="search again for other clusters and for less memory, and say what would change",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here (JSON)")
     shared.add_json(parser)
@@ -114,8 +121,30 @@ def _search(
         return 1
     finally:
         progress.end()
-    _write(options, found.plan, found.prediction, _runners_up(found.result, options.top))
+    more = _runners_up(found.result, options.top)
+    if options.what_if:
+        more += _what_if(found)
+    _write(options, found.plan, found.prediction, more)
     return 0
+
+
+def _what_if(found: Found) -> list[str]:
+    """What other clusters, and less memory, would change."""
+    from autopar.search.whatif import front, sensitivity
+
+    assert found.result.best is not None
+    now = found.result.best.step_s
+    lines = ["what if (predicted)"]
+    for item in (*sensitivity(found.problem), *front(found.problem)):
+        if item.step_s is None:
+            lines.append(f"  {item.text:<36} nothing fits")
+            continue
+        peak = format_bytes(item.peak_bytes)
+        change = item.step_s / now - 1
+        lines.append(
+            f"  {item.text:<36} {item.step_s:.4g} s ({change:+.1%}), {peak} live: {item.plan}"
+        )
+    return lines
 
 
 def _runners_up(result: SearchResult, count: int) -> list[str]:

@@ -98,12 +98,14 @@ class Found:
         sharded: The placements that it stands for.
         prediction: What it takes.
         result: The search.
+        problem: What was searched.
     """
 
     plan: Plan
     sharded: ShardedGraph
     prediction: Prediction
     result: SearchResult
+    problem: Problem
 
 
 def find(
@@ -157,7 +159,13 @@ def find(
     plan, sharded = finish(
         problem, candidate, infer_factors(graph), (*notes, certificate_note(result))
     )
-    return Found(plan=plan, sharded=sharded, prediction=problem.predict(candidate), result=result)
+    return Found(
+        plan=plan,
+        sharded=sharded,
+        prediction=problem.predict(candidate),
+        result=result,
+        problem=problem,
+    )
 
 
 _UNKNOWN_BYTES = 2**60

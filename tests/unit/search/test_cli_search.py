@@ -104,3 +104,15 @@ def test_python_gets_plan_prediction_and_proof():
     }
     with pytest.raises(PlanError, match="leave nothing to search"):
         autopar.search(model, "1x2xA100", (tokens, tokens), constraints="ddp")
+
+
+def test_what_else_could_be_is_searched_too(model: str, capsys: pytest.CaptureFixture[str]):
+    words = ["plan", model, "--cluster", "2x2xA100", "--what-if", "--microbatches", "1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    lines = text[text.index("what if (predicted)") :].splitlines()[1:]
+    assert [line.split("  ")[1] for line in lines[:5]] == [
+        "one more node", "half of the nodes", "twice the bandwidth between nodes",
+        "twice the bandwidth inside of nodes", "16 GiB more per device",
+    ]  # fmt: skip
+    assert sum("% of the memory" in line for line in lines) >= 1
