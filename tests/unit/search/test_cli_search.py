@@ -107,7 +107,8 @@ def test_python_gets_plan_prediction_and_proof():
 
 
 def test_what_else_could_be_is_searched_too(model: str, capsys: pytest.CaptureFixture[str]):
-    words = ["plan", model, "--cluster", "2x2xA100", "--what-if", "--microbatches", "1"]
+    words = ["plan", model, "--cluster", "2x2xA100", "--what-if"]
+    words += ["--microbatches", "1", "--recompute", "none", "--zero", "1", "--schedule", "1f1b"]
     assert main(words) == 0
     text = capsys.readouterr().out
     lines = text[text.index("what if (predicted)") :].splitlines()[1:]
