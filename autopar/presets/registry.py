@@ -136,12 +136,17 @@ _OTHERS: tuple[tuple[str, str, dict[str, Any], int, int, float, str], ...] = (
     ("vit-huge", "vit",
      {"layers": 32, "hidden": 1280, "heads": 16, "ffn": 5120, "vocab": 1000, "patch": 14},
      1024, 224, 632e6, "arXiv 2010.11929, table 1"),
+    ("vit-22b", "vit",
+     {"layers": 48, "hidden": 6144, "heads": 48, "ffn": 24576, "vocab": 1000, "patch": 14},
+     1024, 224, 21.76e9, "arXiv 2302.05442, table 1; blocks one after the other"),
     ("resnet50", "resnet", {"layers": (3, 4, 6, 3)}, 256, 224, 25.56e6, "arXiv 1512.03385"),
     ("resnet101", "resnet", {"layers": (3, 4, 23, 3)}, 256, 224, 44.55e6, "arXiv 1512.03385"),
     ("wide-resnet50-2", "resnet", {"layers": (3, 4, 6, 3), "widening": 2},
      256, 224, 68.88e6, "arXiv 1605.07146"),
     ("wide-resnet101-2", "resnet", {"layers": (3, 4, 23, 3), "widening": 2},
      256, 224, 126.89e6, "arXiv 1605.07146"),
+    ("wide-resnet-13b", "resnet", {"layers": (3, 4, 23, 3), "base": 656, "widening": 2},
+     1536, 224, 13.12e9, "after arXiv 2201.12023, table 6: as wide as makes 13 billion"),
 )  # fmt: skip
 
 

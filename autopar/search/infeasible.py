@@ -16,7 +16,7 @@ from autopar.search.result import SearchResult
 from autopar.search.space import Point
 from autopar.units import format_bytes
 
-TRIED, FEW = 6, 2
+TRIED, FEW = 24, 4
 """Points of least memory that are priced exactly, here and on larger clusters."""
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """How many times the devices are tried."""
@@ -130,6 +130,8 @@ def _fixes(problem: Problem) -> str:
 
 def fewest_devices(problem: Problem) -> ClusterSpec | None:
     """The cluster with the least multiple of the nodes on which something fits."""
+    if problem.room_bytes(problem.device) <= 0:
+        return None
     for multiple in MULTIPLES:
         groups = tuple(
             replace(group, nodes=group.nodes * multiple) for group in problem.cluster.groups
