@@ -105,7 +105,8 @@ def _tasks(
         if kind != "F":  # the last does not wait for its collectives
             sync_s = np.array([0.0 if kind == "I" else intervals.sync_s[k]])
             alone = float(kernel_seconds(parts, speed)[0] + (1 - speed.overlap) * sync_s[0])
-            late = float(ending_seconds(parts, sync_s, speed)[0])
+            each = sums[list(phases)][..., None]
+            late = float(ending_seconds(each, sync_s, speed)[0])
             found[kind, True] = Task(compute_s=alone, beside_s=late - alone)
     found["UPDATE", False] = found["UPDATE", True] = Task(compute_s=float(intervals.tail_s[k]))
     return found

@@ -64,8 +64,7 @@ class Intervals:
     def ending(self, speed: Speed) -> Floats:
         """`ending_seconds` where nothing is computed again."""
         if not self._ending:
-            parts = self.sums[-1, 1] + self.sums[-1, 2]
-            self._ending.append(ending_seconds(parts, self.sync_s, speed))
+            self._ending.append(ending_seconds(self.sums[-1, 1:], self.sync_s, speed))
         return self._ending[0]
 
     def alone(self, speed: Speed) -> Floats:
@@ -86,21 +85,28 @@ def kernel_seconds(parts: Floats, speed: Speed) -> Floats:
     return race(compute + inline, host) + (1 - speed.overlap) * beside
 
 
-def ending_seconds(parts: Floats, sync_s: Floats, speed: Speed) -> Floats:
+def ending_seconds(phases: Floats, sync_s: Floats, speed: Speed) -> Floats:
     """Seconds of the last backward and the collectives that it starts, at least.
 
     Into how many pieces these are cut is not known: with one that is ready after x of e seconds of
     kernels and h of collectives, both end after ``max(e + slowdown (e - x), x + h)`` if h > e - x.
+    Where weights are gathered and gradients summed there are two at least, so that x is at most
+    half of e.
 
     Args:
-        parts: See `program_seconds`.
+        phases: Parts as in `program_seconds` of each phase of the program, shape (phases, 5, K).
         sync_s: Seconds of collectives once per step, shape (K,).
         speed: Of the software.
     """
+    parts = phases.sum(axis=0)
     end = kernel_seconds(parts, speed) + (1 - speed.overlap) * sync_s
     hidden = speed.overlap * (parts[2] + sync_s)
     share = speed.slowdown / (1 + speed.slowdown)
-    return np.maximum(hidden, end + share * np.minimum(hidden, end))
+    several = np.where((phases[:, 2] > 0).sum(axis=0) > 1, 0.5, 0.0)
+    slower = np.maximum(
+        share * np.minimum(hidden, end), speed.slowdown * np.minimum(hidden, several * end)
+    )
+    return np.maximum(hidden, end + slower)
 
 
 def program_seconds(parts: Floats, speed: Speed) -> Floats:
@@ -189,7 +195,7 @@ def fill_all(
         forward_s=np.full(shape, np.inf),
         backward_s=np.full(shape, np.inf),
         alone_s=intervals.alone(speed),
-        ending_s=intervals.ending(speed),
+        ending_s=np.tile(intervals.ending(speed), (shape[0], 1)),
         low=np.full(shape, last),
         high=np.full(shape, last),
         upgraded=np.zeros(shape),
@@ -209,13 +215,12 @@ def fill_all(
         _fill_rest(
             found, intervals, speed, under_way[stages], left[rest], stages, candidates, relaxed
         )
-    hidden = speed.overlap * (intervals.sums[-1, 1, 2] + intervals.sums[-1, 2, 2])
     return [
         Filled(
             forward_s=found.forward_s[stage],
             backward_s=found.backward_s[stage],
             alone_s=found.alone_s,
-            ending_s=np.maximum(found.ending_s, found.backward_s[stage] - hidden),
+            ending_s=found.ending_s[stage],
             low=found.low[stage],
             high=found.high[stage],
             upgraded=found.upgraded[stage],
@@ -237,7 +242,7 @@ def _fill_rest(
     """Pairs of a stage and a candidate that have too little memory to keep everything."""
     sums, saved = intervals.sums[..., candidates], intervals.saved[:, candidates]
     layers, alike = intervals.layers[candidates], intervals.alike[candidates]
-    best = np.full(len(candidates), np.inf)
+    best, ending = (np.full(len(candidates), np.inf) for _ in range(2))
     for a in reversed(range(len(saved))):  # of equals the one without recomputation
         spare = left - under_way * saved[a]
         for b in range(len(saved)):
@@ -254,13 +259,17 @@ def _fill_rest(
             else:
                 continue
             share = np.where(layers > 0, number / np.maximum(layers, 1.0), 0.0)
-            f, w = durations(sums[a] + share * (sums[b] - sums[a]), speed)
+            mix = sums[a] + share * (sums[b] - sums[a])
+            f, w = durations(mix, speed)
+            last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed)
+            ending = np.minimum(ending, np.where(spare >= 0, last, np.inf))
             good = np.flatnonzero((spare >= 0) & (f + w < best))
             best[good] = (f + w)[good]
             places = stages[good], candidates[good]
             found.forward_s[places], found.backward_s[places] = f[good], w[good]
             found.low[places], found.high[places] = a, b
             found.upgraded[places] = number[good]
+    found.ending_s[stages, candidates] = ending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
