@@ -350,7 +350,17 @@ def evaluate(
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, made = _cluster(cluster), _plan(plan)
+    for name, value in (("cluster", spec), ("plan", made)):
+        if value is None:
+            raise InputError(f"{name} is None", expected=f"a {name}, to price a plan on it")
     assert spec is not None and made is not None
+    if traced.loss is None:
+        raise InputError(
+            "a prediction needs the model's loss: without one there is no backward to price",
+            expected="a model that returns a scalar, or loss_fn",
+            fix="pass loss_fn=...",
+            where="loss_fn",
+        )
     apply_plan(made, traced.graph)  # says what does not fit
     software = Software.of(spec.hardware(0), optimizer)
     return price(made, traced.graph, spec, loss=traced.loss, software=software)

@@ -328,9 +328,7 @@ class _Stages:
                 for copy in run[2:-1]:
                     for place in block.nodes[copy]:
                         del folded.counts[place]
-                    folded.stand_in.update(
-                        zip(block.nodes[copy], block.nodes[second], strict=True)
-                    )
+                    folded.stand_in.update(zip(block.nodes[copy], block.nodes[second], strict=True))
                     folded.like.update(zip(block.inputs[copy], block.inputs[second], strict=True))
                 folded.alias.update(
                     zip(block.outputs[last - 1], block.outputs[second], strict=True)

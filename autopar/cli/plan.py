@@ -82,6 +82,13 @@ def run(options: argparse.Namespace) -> int:
         strict=options.strict,
     )
     _write(options, plan, found, [])
+    if found is None and options.cluster:
+        print(
+            "no prediction: the model returns no loss, or the memory of these CPUs is not measured;"
+            " return the loss (or give loss_fn), and for CPUs plan with the file that"
+            " `autopar profile -o cluster.yaml` writes",
+            file=sys.stderr,
+        )
     try:
         if found is not None:
             found.refuse_unless_fits()

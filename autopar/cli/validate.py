@@ -38,6 +38,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     from autopar.cli.validate_text import lines
 
-    for line in lines(result, by_group=options.by == "group"):
+    for line in lines(result, by_group=options.by == "group", shipped=options.rows is None):
         print(line)
     return 0

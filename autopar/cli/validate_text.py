@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from autopar.cost_models.published.log import last_fit
 from autopar.cost_models.published.stats import LARGE_SET
 from autopar.units import format_bytes
 
@@ -18,9 +19,18 @@ WORST = 5
 """How many of the largest errors are shown."""
 
 
-def lines(result: Validation, *, by_group: bool) -> Iterator[str]:
-    """Errors over all and by source, rankings, assumptions and skipped rows."""
+def lines(result: Validation, *, by_group: bool, shipped: bool) -> Iterator[str]:
+    """Errors over all and by source, rankings, assumptions and skipped rows.
+
+    Args:
+        result: The comparisons.
+        by_group: Whether to print every source apart.
+        shipped: Whether the rows are those on which constants were fitted.
+    """
     yield "Errors: predicted against measured (published), as shares of what was measured"
+    yield from _in_sample() if shipped else ()
+    if not result.comparisons:
+        yield "no row could be priced" if result.skipped else "there are no rows"
     yield ""
     yield _HEAD
     yield from _table(result.overall())
@@ -47,6 +57,21 @@ def lines(result: Validation, *, by_group: bool) -> Iterator[str]:
         for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
             shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
             yield f"  {len(names):5}  {reason}: {shown}"
+
+
+def _in_sample() -> Iterator[str]:
+    """That constants know these rows, and the errors of rows that they did not know."""
+    last = last_fit()
+    folds = [v for k, v in last["mean_abs_error"].items() if k.startswith("family folds")]
+    yield (
+        f"Constants of devices and software were fitted on {last['rows']} of these rows"
+        f" ({last['when'][:10]}), so their step times are in-sample."
+    )
+    yield (
+        "Held out by families of models and clusters, the mean error of step times is "
+        + ", ".join(f"{value:.1%}" for value in folds)
+        + " (three splits)."
+    )
 
 
 def _table(found: Mapping[str, Stats]) -> Iterator[str]:

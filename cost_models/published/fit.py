@@ -27,7 +27,9 @@ import numpy as np
 from autopar.cost_models.hardware import FOLDER
 from autopar.cost_models.published.features import work_of
 from autopar.cost_models.published.folds import FOLDS, SALTS, counts, distinct, family, fold
-from autopar.cost_models.published.jobs import Job, Unpriceable, read_job
+from autopar.cost_models.published.jobs import Job, read_job
+from autopar.cost_models.published.known import Unpriceable
+from autopar.cost_models.published.log import LOG
 from autopar.cost_models.published.predict import job_name
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.priors import Parameter, Target, expand, parameters
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
 
     Flags = NDArray[np.bool_]
     Floats = NDArray[np.float64]
-
-LOG = Path(__file__).parent / "fit_log.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.cost_models.published.known import FAMILIES, Unpriceable, check_sizes
 from autopar.cost_models.published.rows import Row
 from autopar.cost_models.software import SoftwareStack, on_device, stack
 from autopar.presets.config import DecoderConfig, Positions
@@ -18,10 +19,6 @@ from autopar.presets.config import DecoderConfig, Positions
 Recompute = Literal["none", "full", "attention", "ops"]
 """What backward computes again: nothing, whole blocks, only the core of attention, or what the
 policy of torch's per-op checkpointing does not keep (every second matmul and all pointwise ops)."""
-
-
-class Unpriceable(Exception):  # noqa: N818 - a verdict on a row, not a failure
-    """Why a row cannot be priced; the text is for the list of skipped rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +228,9 @@ def _model(row: Row, assumed: list[str]) -> DecoderConfig:
         raise Unpriceable(f"model.family is {kind}")
     for key in ("layers", "hidden", "heads"):
         _need(row, "model", key)
+    check_sizes(get)
+    if family not in FAMILIES:
+        assumed.append(f"family {family!r} is a decoder of the sizes stated")
     gated, tied, vocab = get("gated_mlp"), get("tied_embeddings"), get("vocab")
     if vocab is None:
         vocab = 50304
@@ -445,6 +445,8 @@ def _zero(row: Row, degrees: dict[str, Any], assumed: list[str]) -> tuple[int, b
         stage = 0
         if degrees["dp"] > 1:
             assumed.append("ZeRO stage 0: parameters and optimizer whole on every data rank")
+    if stage not in (0, 1, 2, 3):
+        raise Unpriceable(f"plan.zero_stage is {stage}")
     regather = stage == 3 and "SHARD_GRAD_OP" not in fsdp
     group = 0
     match = re.search(r"shard group (\d+)", row.get("plan", "framework") or "")

@@ -9,7 +9,8 @@ from typing import Any
 
 from autopar.cost_models.published.features import work_of
 from autopar.cost_models.published.folds import SET_APART, counts
-from autopar.cost_models.published.jobs import Job, Unpriceable, read_job
+from autopar.cost_models.published.jobs import Job, read_job
+from autopar.cost_models.published.known import Unpriceable
 from autopar.cost_models.published.memory import Memory, stage_memory, worst_memory
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.rows import Row

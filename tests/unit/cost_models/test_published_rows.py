@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from autopar.cost_models.published.folds import counts, distinct, family, fold
-from autopar.cost_models.published.jobs import Unpriceable, read_job
+from autopar.cost_models.published.jobs import read_job
+from autopar.cost_models.published.known import Unpriceable
 from autopar.cost_models.published.memory import rank_params
 from autopar.cost_models.published.predict import job_name, memory_quantity
 from autopar.cost_models.published.rows import SCHEMA, parse_rows, read_rows
@@ -160,3 +162,27 @@ def test_every_section_of_the_schema_is_read():
         row.get(section, name) is None or True for section in SCHEMA for name in SCHEMA[section]
     )
     assert row.step_time_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "reason"),
+    [
+        ("model", "heads", 63, "does not divide"),
+        ("plan", "zero_stage", 7, "zero_stage is 7"),
+        ("model", "vocab", 10**15, "vocab is not between"),
+        ("model", "layers", 10**7, "layers is not between"),
+    ],
+)
+def test_what_no_model_has_is_skipped_with_the_reason(
+    section: str, field: str, value: int, reason: str
+):
+    row = next(row for row in read_rows() if row.id.startswith("foundry"))
+    sections = {**row.sections, section: {**row.sections[section], field: value}}
+    with pytest.raises(Unpriceable, match=reason):
+        read_job(replace(row, sections=sections))
+
+
+def test_an_unknown_family_is_an_assumption():
+    row = next(row for row in read_rows() if row.id.startswith("foundry"))
+    sections = {**row.sections, "model": {**row.sections["model"], "family": "frobnicator"}}
+    assert any("frobnicator" in text for text in read_job(replace(row, sections=sections)).assumed)
