@@ -192,7 +192,10 @@ class Bounds(Candidates):
     def held(self, point: Point, totals: _Totals, zero: int) -> float:
         """Bytes of parameters, gradients and optimizer state of the whole model on a pipeline."""
         weight, trained, state = totals.held
-        return held_bytes(weight, trained, state, zero, point.data)
+        held = held_bytes(weight, trained, state, zero, point.data)
+        # Of one microbatch, gradients come as what forward has saved goes.
+        late = trained / (point.data if zero >= 2 else 1) * (point.microbatches == 1)
+        return held - late
 
     def _microbatch(
         self, point: Point, totals: _Totals, share: float, lightest: bool

@@ -138,6 +138,8 @@ class Candidates:
         )
         speed = problem.software.speed
         updated = trained / (point.data if point.zero else 1)
+        # Of one microbatch, gradients come as what forward has saved goes.
+        late = trained / (point.data if point.zero >= 2 else 1) * (point.microbatches == 1)
         bandwidth = max(map(update_bandwidth, self.devices(point)))
         update_s = updated * speed.update_passes / bandwidth
         return Intervals(
@@ -147,7 +149,7 @@ class Candidates:
             saved=ranges(table.saved_bytes, start, stop),
             layers=inside,
             alike=same == inside,
-            static=held_bytes(held, trained, state, point.zero, point.data),
+            static=held_bytes(held, trained, state, point.zero, point.data) - late,
             tail_s=update_s + moved.returned,
             sync_s=moved.summed,
             edge_bytes=table.edge_bytes[start],
