@@ -42,7 +42,7 @@ def _clocks(schedule: Schedule) -> tuple[list[list[Clock]], dict[tuple[int, Acti
     """For each action of each rank how many actions of every rank are then known to be done.
 
     Returns:
-        These (vector clocks, Mattern 1989; actions that learn nothing share one, whose count of the
+        These (vector clocks; actions that learn nothing share one, whose count of the
         rank's own actions is then too low), and the place of every receive in its rank's actions.
     """
     count = schedule.num_ranks

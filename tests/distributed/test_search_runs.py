@@ -25,7 +25,12 @@ def gpt() -> zoo.Example:
 
 
 @pytest.mark.parametrize(
-    ("build", "cluster"), [(gpt, "3xcpu"), (zoo.llama, "4xcpu"), (zoo.t5, "4xcpu")]
+    ("build", "cluster"),
+    [
+        (gpt, "3xcpu"),
+        (zoo.llama, "4xcpu"),
+        pytest.param(zoo.t5, "4xcpu", marks=pytest.mark.long),
+    ],
 )
 def test_a_searched_plan_equals_one_device(build: Example, cluster: str):
     model, args, kwargs = build()

@@ -58,7 +58,10 @@ def test_drawing_plans_comes_close_on_small_problems(
         assert found.best.step_s <= 1.05 * truth.step_s
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ilp", "expert"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["dp", *(pytest.param(name, marks=pytest.mark.long) for name in ("ilp", "expert"))],
+)
 def test_better_cuts_of_expert_grids_lie_between_experts_and_the_exact_search(strategy: str):
     case = ("gpt", 2, 2, 4, "1x4xA10G")
     best = exact.search(problem_of(*case)).best
