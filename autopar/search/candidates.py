@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.device import Device
 from autopar.cost_models.evaluate import update_bandwidth
 from autopar.cost_models.events import schedule_of
@@ -136,6 +137,9 @@ class Candidates:
                 for values in (parts.scattered, parts.gathered, parts.summed, parts.returned)
             )
         )
+        # A bucket has at most one member that fills it.
+        big = (each[1] >= LIMIT_BYTES) * (point.data > 1 and not lightest)
+        full = parameters.sums(big.astype(np.float64), start, stop)
         speed = problem.software.speed
         updated = trained / (point.data if point.zero else 1)
         # Of one microbatch, gradients come as what forward has saved goes.
@@ -153,6 +157,7 @@ class Candidates:
             tail_s=update_s + moved.returned,
             sync_s=moved.summed,
             edge_bytes=table.edge_bytes[start],
+            full_buckets=full,
             num_units=count,
         )
 

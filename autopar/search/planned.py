@@ -106,7 +106,8 @@ def _tasks(
             sync_s = np.array([0.0 if kind == "I" else intervals.sync_s[k]])
             alone = float(kernel_seconds(parts, speed)[0] + (1 - speed.overlap) * sync_s[0])
             each = sums[list(phases)][..., None]
-            late = float(ending_seconds(each, sync_s, speed)[0])
+            full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[k : k + 1]
+            late = float(ending_seconds(each, sync_s, speed, full)[0])
             found[kind, True] = Task(compute_s=alone, beside_s=late - alone)
     found["UPDATE", False] = found["UPDATE", True] = Task(compute_s=float(intervals.tail_s[k]))
     return found

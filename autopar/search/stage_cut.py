@@ -37,6 +37,7 @@ class Intervals:
         tail_s: Seconds of what follows the last backward and its collectives, shape (K,).
         sync_s: Seconds of collectives that the last backward starts, shape (K,).
         edge_bytes: Bytes of the message that a stage takes from the one before, shape (K,).
+        full_buckets: Buckets that its gradients fill at least, shape (K,) or a number.
         num_units: Units of the model.
     """
 
@@ -50,6 +51,7 @@ class Intervals:
     tail_s: Floats
     sync_s: Floats
     edge_bytes: Floats
+    full_buckets: Floats | float = 0.0
     num_units: int
     _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
     _alone: list[Floats] = field(default_factory=list)
@@ -64,7 +66,9 @@ class Intervals:
     def ending(self, speed: Speed) -> Floats:
         """`ending_seconds` where nothing is computed again."""
         if not self._ending:
-            self._ending.append(ending_seconds(self.sums[-1, 1:], self.sync_s, speed))
+            self._ending.append(
+                ending_seconds(self.sums[-1, 1:], self.sync_s, speed, self.full_buckets)
+            )
         return self._ending[0]
 
     def alone(self, speed: Speed) -> Floats:
@@ -85,24 +89,28 @@ def kernel_seconds(parts: Floats, speed: Speed) -> Floats:
     return race(compute + inline, host) + (1 - speed.overlap) * beside
 
 
-def ending_seconds(phases: Floats, sync_s: Floats, speed: Speed) -> Floats:
+def ending_seconds(
+    phases: Floats, sync_s: Floats, speed: Speed, full_buckets: Floats | float = 0.0
+) -> Floats:
     """Seconds of the last backward and the collectives that it starts, at least.
 
-    Into how many pieces these are cut is not known: with one that is ready after x of e seconds of
+    Into how many pieces n these are cut is not known: with the first ready after x of e seconds of
     kernels and h of collectives, both end after ``max(e + slowdown (e - x), x + h)`` if h > e - x.
-    Where weights are gathered and gradients summed there are two at least, so that x is at most
-    half of e.
+    There is one for each full bucket, and where weights are gathered and gradients summed there
+    are two at least; x is at most e / n.
 
     Args:
         phases: Parts as in `program_seconds` of each phase of the program, shape (phases, 5, K).
         sync_s: Seconds of collectives once per step, shape (K,).
         speed: Of the software.
+        full_buckets: See `Intervals`.
     """
     parts = phases.sum(axis=0)
     end = kernel_seconds(parts, speed) + (1 - speed.overlap) * sync_s
     hidden = speed.overlap * (parts[2] + sync_s)
     share = speed.slowdown / (1 + speed.slowdown)
-    several = np.where((phases[:, 2] > 0).sum(axis=0) > 1, 0.5, 0.0)
+    least = np.where((phases[:, 2] > 0).sum(axis=0) > 1, 2.0, 1.0)
+    several = 1 - 1 / np.maximum(least, full_buckets)
     slower = np.maximum(
         share * np.minimum(hidden, end), speed.slowdown * np.minimum(hidden, several * end)
     )
@@ -242,6 +250,7 @@ def _fill_rest(
     """Pairs of a stage and a candidate that have too little memory to keep everything."""
     sums, saved = intervals.sums[..., candidates], intervals.saved[:, candidates]
     layers, alike = intervals.layers[candidates], intervals.alike[candidates]
+    full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[candidates]
     best, ending = (np.full(len(candidates), np.inf) for _ in range(2))
     for a in reversed(range(len(saved))):  # of equals the one without recomputation
         spare = left - under_way * saved[a]
@@ -261,7 +270,7 @@ def _fill_rest(
             share = np.where(layers > 0, number / np.maximum(layers, 1.0), 0.0)
             mix = sums[a] + share * (sums[b] - sums[a])
             f, w = durations(mix, speed)
-            last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed)
+            last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed, full)
             ending = np.minimum(ending, np.where(spare >= 0, last, np.inf))
             good = np.flatnonzero((spare >= 0) & (f + w < best))
             best[good] = (f + w)[good]

@@ -156,7 +156,14 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1f1b",
+        "zbv",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("interleaved", "recompute")),
+    ],
+)
 def test_dry_run_of_a_pipeline_says_what_its_ranks_hold(name: str, ranks4: LocalRanks) -> None:
     """Messages may be gone earlier than the dry run can know; they are small here."""
     traced, plan = planned(*PIPELINES[name])

@@ -26,7 +26,7 @@ def check(cell: Cell, **options) -> None:
     assert ("old" in report.reference) == cell.asynchronous
 
 
-SHORT = covering()[::3]
+SHORT = covering()[::4]
 
 
 @pytest.mark.parametrize("cell", SHORT, ids=str)
