@@ -37,7 +37,7 @@ def bert() -> Example:
     """An encoder."""
     config = EncoderConfig(layers=6, hidden=256, heads=8, ffn=1024, vocab=1000, context=128)
     tokens = _tokens(128)
-    return Bert(config), (tokens, tokens, tokens)
+    return Bert(config), (tokens, tokens % 2, tokens)
 
 
 def t5() -> Example:
