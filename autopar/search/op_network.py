@@ -29,14 +29,14 @@ import numpy as np
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.compute import RACE, race
-from autopar.cost_models.evaluate import Software
+from autopar.cost_models.evaluate import Software, fine_mesh_of
 from autopar.cost_models.layout import Layout
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.pricing import Prices
 from autopar.graph.ir import TensorSpec
 from autopar.plan.microbatch import choose_in_time
 from autopar.plan.plan import Plan
-from autopar.plan.strategies import MODEL, fine_axes, split_axes
+from autopar.plan.strategies import MODEL, fine_axes
 from autopar.search.network import Assignment, NetworkBuilder
 from autopar.search.op_costs import Op, OpPricer, OpStates, Pairs, launch_of, local_bytes
 from autopar.search.op_graph import Made, Use, period_of
@@ -45,7 +45,6 @@ from autopar.search.op_problem import OpProblem, all_bytes, constraints_of
 from autopar.search.op_routes import Routes
 from autopar.search.solve import solve
 from autopar.sharding.choices import Choices
-from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import Pair
 from autopar.sharding.sharded import replicated
 
@@ -115,7 +114,7 @@ class _Builder:
         self.mesh, self.owner = fine_axes(plan.device_mesh, plan.pipeline)
         self.free = self._free(axes)
         self.rank = Rank.of(self.mesh)
-        wires = Prices(cluster, *_whole_mesh(plan))
+        wires = Prices(cluster, *fine_mesh_of(plan))
         speed = self.software.speed
         bandwidth = device.memory_bytes_per_s * device.efficiency.memory_share
         self.wires, self.launch_s = wires, launch_of(device)
@@ -456,15 +455,3 @@ def _unlike(pairs: Sequence[Pair], trains: bool) -> list[Pair]:
 
 def _gradient(pair: Pair) -> Pair:
     return Pair(pair.gradient, pair.forward)
-
-
-def _whole_mesh(plan: Plan) -> tuple[Mesh, dict[str, str]]:
-    """All devices with the sub-axes that choices are made of, and whose sub-axes they are."""
-    axes: list[tuple[str, int]] = []
-    names: dict[str, str] = {}
-    for name, size in plan.mesh:
-        whole = name == plan.pipeline.axis
-        fine = [(name, size)] if whole else list(split_axes(Mesh(((name, size),)))[0].axes)
-        axes += fine
-        names |= {sub: name for sub, _ in fine}
-    return Mesh(tuple(axes)), names
