@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from autopar.graph.blocks import Block, find_blocks
 from autopar.graph.ir import Arg, Graph, Node, Ref, map_refs
-from autopar.plan.build import place_graph
+from autopar.plan.build import constraints_of, place_graph
 from autopar.plan.keys import op_keys
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import resolve_recompute
 from autopar.plan.stages import Stages, assign_stages
-from autopar.plan.strategies import Constraints
 from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.placement import Pair
 from autopar.sharding.sharded import ShardedGraph
@@ -109,15 +108,7 @@ class Layout:
         Raises:
             PlanError: If the plan does not fit the graph.
         """
-        constraints = Constraints(
-            strategy=plan.strategy,
-            order=plan.order,
-            storage=plan.storage,
-            explicit=plan.explicit,
-            pipeline=plan.pipeline,
-            zero=plan.zero,
-            recompute=plan.recompute,
-        )
+        constraints = constraints_of(plan)
         layout = self
         if plan.overrides:
             kept = self._kept_overrides(plan.overrides)

@@ -307,15 +307,9 @@ def _shape_text(spec: TensorSpec) -> str:
     return str(TensorSpec(spec.shape, spec.dtype))
 
 
-def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
-    """The placements `plan` stands for on `graph`.
-
-    Raises:
-        PlanError: If the plan was made for another model or other inputs; says the first
-            difference.
-    """
-    _check_same_model(plan, graph)
-    constraints = Constraints(
+def constraints_of(plan: Plan) -> Constraints:
+    """The constraints that a plan came from."""
+    return Constraints(
         strategy=plan.strategy,
         order=plan.order,
         storage=plan.storage,
@@ -324,6 +318,17 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
         zero=plan.zero,
         recompute=plan.recompute,
     )
+
+
+def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
+    """The placements `plan` stands for on `graph`.
+
+    Raises:
+        PlanError: If the plan was made for another model or other inputs; says the first
+            difference.
+    """
+    _check_same_model(plan, graph)
+    constraints = constraints_of(plan)
     factors = infer_factors(graph)
     _check_order(plan, factors)
     _check_parts(plan, graph, factors, constraints)

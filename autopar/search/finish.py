@@ -6,12 +6,10 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from autopar.plan.build import describe, place_graph
+from autopar.plan.build import constraints_of, describe, place_graph
 from autopar.plan.keys import op_keys
-from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import node_patterns, resolve_recompute
-from autopar.plan.strategies import Constraints
 from autopar.search.problem import Candidate, Problem
 from autopar.search.result import SearchResult
 from autopar.sharding.factors import Factors
@@ -39,20 +37,9 @@ def finish(
     Returns:
         The plan and the placements that it stands for.
     """
-    light = problem.plan(candidate)
+    light = replace(problem.plan(candidate), strategy=STRATEGY)
     mesh = Mesh(light.mesh)
-    constraints = Constraints(
-        strategy=STRATEGY,
-        order=light.order,
-        pipeline=PipelinePlan(
-            schedule=light.pipeline.schedule,
-            microbatches=light.pipeline.microbatches,
-            chunks=light.pipeline.chunks,
-            cuts=light.pipeline.cuts,
-        ),
-        zero=ZeroPlan(stage=light.zero.stage, axes=light.zero.axes),
-        recompute=recompute_of(problem, candidate),
-    )
+    constraints = replace(constraints_of(light), recompute=recompute_of(problem, candidate))
     sharded = place_graph(problem.graph, mesh, constraints, factors, light)
     plan = describe(sharded, mesh, constraints, notes)
     return replace(plan, searched=True), sharded

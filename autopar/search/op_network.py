@@ -34,6 +34,7 @@ from autopar.cost_models.layout import Layout
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.pricing import Prices
 from autopar.graph.ir import TensorSpec
+from autopar.plan.build import constraints_of
 from autopar.plan.microbatch import choose_in_time
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import MODEL, fine_axes
@@ -41,7 +42,7 @@ from autopar.search.network import Assignment, NetworkBuilder
 from autopar.search.op_costs import Op, OpPricer, OpStates, Pairs, launch_of, local_bytes
 from autopar.search.op_graph import Made, Use, period_of
 from autopar.search.op_params import Holding
-from autopar.search.op_problem import OpProblem, all_bytes, constraints_of
+from autopar.search.op_problem import OpProblem, all_bytes
 from autopar.search.op_routes import Routes
 from autopar.search.solve import solve
 from autopar.sharding.choices import Choices

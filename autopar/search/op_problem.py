@@ -10,7 +10,6 @@ import numpy as np
 
 from autopar.cost_models.layout import Placement
 from autopar.plan.plan import Plan
-from autopar.plan.strategies import Constraints
 from autopar.search.network import Assignment, Network, priced
 from autopar.search.op_costs import OpStates
 from autopar.search.op_graph import Period
@@ -78,19 +77,6 @@ class OpProblem:
             self.states[number].choices(assignment[number]) if number >= 0 else placed[index]
             for index, number in enumerate(self.period.of_node)
         )
-
-
-def constraints_of(plan: Plan) -> Constraints:
-    """The constraints that a plan came from."""
-    return Constraints(
-        strategy=plan.strategy,
-        order=plan.order,
-        storage=plan.storage,
-        explicit=plan.explicit,
-        pipeline=plan.pipeline,
-        zero=plan.zero,
-        recompute=plan.recompute,
-    )
 
 
 def all_bytes(*kinds: Mapping[int, Floats]) -> dict[int, Floats]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Software
 from autopar.cost_models.layout import Layout
-from autopar.plan.build import describe, place_graph
+from autopar.plan.build import constraints_of, describe, place_graph
 from autopar.plan.keys import op_keys
 from autopar.plan.microbatch import choose_in_time
 from autopar.plan.plan import Plan
@@ -20,7 +20,7 @@ from autopar.plan.strategies import fine_axes
 from autopar.search.eliminate import CELLS
 from autopar.search.network import Assignment
 from autopar.search.op_network import op_problem
-from autopar.search.op_problem import OpProblem, constraints_of
+from autopar.search.op_problem import OpProblem
 from autopar.search.solve import solve
 
 PRICES = (0.0, 1 / 64, 1 / 16, 1 / 4, 1.0)
