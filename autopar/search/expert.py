@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator
 
 from autopar.search.bounds import Bounds
 from autopar.search.exact import even_candidate, is_expert
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, SearchResult
+from autopar.search.space import Point
 
 
 def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
@@ -21,6 +23,34 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
 
     Args:
         problem: The problem.
+        time_limit_s: Stop after so many seconds, with what there is.
+    """
+
+    def even(bounds: Bounds, point: Point, limit: float) -> Iterator[Outcome]:
+        for option in range(len(problem.policies)):
+            candidate = even_candidate(problem, bounds, point, option)
+            outcome = problem.outcome(candidate) if candidate is not None else None
+            if outcome is not None and outcome.fits:
+                yield outcome
+
+    return over_grid(problem, "expert", "", even, time_limit_s)
+
+
+def over_grid(
+    problem: Problem,
+    strategy: str,
+    space: str,
+    plans_of: Callable[[Bounds, Point, float], Iterable[Outcome]],
+    time_limit_s: float,
+) -> SearchResult:
+    """The best of the plans of the points of the expert grids.
+
+    Args:
+        problem: The problem.
+        strategy: Name of the strategy.
+        space: What plans are looked at, in words.
+        plans_of: Plans of a point that fit; those that take longer than the seconds that it is
+            given need not be among them.
         time_limit_s: Stop after so many seconds, with what there is.
     """
     begun = time.monotonic()
@@ -32,29 +62,27 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
     best: Outcome | None = None
     complete = True
     for bound, number in ordered:
-        if (best is not None and bound >= best.step_s) or not math.isfinite(bound):
+        limit = best.step_s if best is not None else math.inf
+        if bound >= limit or math.isinf(bound):
             break
         if time.monotonic() - begun > time_limit_s:
             complete = False
             break
-        for option in range(len(problem.policies)):
-            candidate = even_candidate(problem, bounds, points[number], option)
-            outcome = problem.outcome(candidate) if candidate is not None else None
-            if outcome is not None and outcome.fits:
-                found.append(outcome)
-                best = outcome if best is None or outcome.step_s < best.step_s else best
+        for outcome in plans_of(bounds, points[number], limit):
+            found.append(outcome)
+            best = outcome if best is None or outcome.step_s < best.step_s else best
     found.sort(key=lambda item: (item.step_s, item.candidate.point))
     return SearchResult(
         best=best,
         alternatives=tuple(item for item in found if item is not best)[:10],
         certificate=Certificate(
             bound_s=0.0,
-            space="the grids of Megatron-LM, FSDP and DeepSpeed; no bound on other plans",
+            space=f"the grids of Megatron-LM, FSDP and DeepSpeed{space}; no bound on other plans",
             points=len(points),
             pruned={},
             evaluated=problem.evaluated,
             complete=complete,
         ),
-        strategy="expert",
+        strategy=strategy,
         seconds=time.monotonic() - begun,
     )

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
-from autopar.search.dp import over_grid
+from autopar.search.dp import best_cuts
 from autopar.search.exact import best_candidate
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.result import SearchResult
@@ -60,7 +60,7 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
         problem: The problem.
         time_limit_s: Stop after so many seconds, with what there is.
     """
-    return over_grid(
+    return best_cuts(
         problem, "ilp", lambda bounds, point: _best(problem, bounds, point), time_limit_s
     )
 
