@@ -32,6 +32,7 @@ from autopar.search.stage_cut import (
     durations,
     kernel_seconds,
     least_bottleneck,
+    most_even,
 )
 from autopar.search.states import held_bytes
 from autopar.search.tables import UnitTable
@@ -308,9 +309,7 @@ class Bounds(Candidates):
     def even(self, stages: Stages) -> Cut | None:
         """The most even cut: of other schedules than 1F1B no other is in the space."""
         costs = [item.forward_s + item.backward_s for item in stages.filled]
-        least, _ = least_bottleneck(stages.intervals, costs)
-        squares = [cost**2 for cost in costs]
-        return cheapest_sum(stages.intervals, costs, squares, least * (1 + 1e-12))
+        return most_even(stages.intervals, costs)
 
     def cut(
         self, point: Point, limit: float = math.inf, over: tuple[float, ...] | None = None

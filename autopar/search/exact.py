@@ -23,7 +23,7 @@ from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
-from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck
+from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck, most_even
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
@@ -287,9 +287,7 @@ def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) 
         return None
     intervals = bounds.intervals(point, table, bounds.longest(point))
     forward, backward = durations(intervals.sums[option], problem.software.speed)
-    weights = [forward + backward] * point.num_stages
-    least, _ = least_bottleneck(intervals, weights)
-    cut = cheapest_sum(intervals, weights, weights, least * (1 + 1e-12))
+    cut = most_even(intervals, [forward + backward] * point.num_stages)
     if cut is None:
         return None
     same = (option,) * point.num_stages

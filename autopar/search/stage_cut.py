@@ -348,3 +348,15 @@ def cheapest_sum(
         chosen.append(number)
         at = int(intervals.start[number])
     return Cut(chosen=tuple(reversed(chosen)), value=float(best[-1]))
+
+
+def most_even(intervals: Intervals, costs: list[Floats]) -> Cut | None:
+    """Stages of the least largest cost and, of these, of the least sum of squares; None for none.
+
+    Args:
+        intervals: The candidates.
+        costs: For each stage the cost of every candidate, shape (K,) each.
+    """
+    least, _ = least_bottleneck(intervals, costs)
+    squares = [cost**2 for cost in costs]
+    return cheapest_sum(intervals, costs, squares, least * (1 + 1e-12))
