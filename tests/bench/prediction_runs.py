@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +16,10 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.compiled import CompiledModel, CompileOptions
 from autopar.runtime.launch import LocalRanks
 from autopar.runtime.programs.measure import Tracker
-from tests.bench.prediction_plans import MODELS, Case, traced_model
+from autopar.trace import trace
+from tests.bench.prediction_plans import MODELS, Case
+
+Models = Mapping[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +57,12 @@ def tensors_alive() -> list[Tensor]:
     return [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
 
 
-def run_steps(comm: Communicator, name: str, plan: str, count: int) -> Measured:
+def run_steps(
+    comm: Communicator, name: str, plan: str, count: int, models: Models = MODELS
+) -> Measured:
     """What every rank runs: some steps against the clock, then some that count live bytes."""
-    traced = traced_model(name)
-    model, inputs = MODELS[name]()
+    model, inputs = models[name]()
+    traced = trace(model, inputs, {}, None)
     others = tensors_alive()  # kept, so that no new storage takes the place of one of them
     known = {item.untyped_storage()._cdata for item in others}
     options = CompileOptions(plan=Plan.from_json(plan), optimizer="adamw")
