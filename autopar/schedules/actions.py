@@ -7,8 +7,8 @@ run. `str` gives its text form, which `autopar.schedules.text` describes and rea
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from autopar.errors import PlanError
 
@@ -31,9 +31,10 @@ WEIGHT_GRADIENTS: frozenset[Kind] = frozenset(("B", "W"))
 """Actions that make the gradients of a stage's parameters."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One thing a rank does.
+
+    A named tuple, as schedules have hundreds of thousands of them.
 
     Attributes:
         kind: ``F`` forward; ``B`` whole backward; ``I`` and ``W`` its halves: gradients of the
@@ -101,10 +102,17 @@ class Schedule:
     num_microbatches: int
     updates: int = 1
     delays: tuple[int, ...] = ()
+    _hash: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if problem := self._problem():
             raise PlanError(f"schedule {self.name!r} {problem}")
+
+    def __hash__(self) -> int:
+        """Worked out once: what is known of schedules is looked up often."""
+        if not self._hash:
+            self._hash.append(hash((self.name, self.actions, self.stage_ranks, self.delays)))
+        return self._hash[0]
 
     def _problem(self) -> str | None:
         if not self.stage_ranks or set(self.stage_ranks) != set(range(len(self.actions))):

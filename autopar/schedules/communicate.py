@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
-from autopar.schedules.actions import INPUT_GRADIENTS, MESSAGES, Action, Kind, Schedule
+from autopar.schedules.actions import MESSAGES, Action, Kind, Schedule
 
 Edge = tuple[int, int]
+_Stages = dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,37 @@ class Edges:
 
     forward: frozenset[Edge]
     backward: frozenset[Edge]
+    _lower: dict[str, _Stages] = field(init=False, repr=False, compare=False)
+    _higher: dict[str, _Stages] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        forward, backward = _neighbours(self.forward), _neighbours(self.backward)
+        lower, higher = ({"F": forward[k], "B": backward[k], "I": backward[k]} for k in (0, 1))
+        object.__setattr__(self, "_lower", lower)
+        object.__setattr__(self, "_higher", higher)
 
     def sources(self, action: Action) -> tuple[int, ...]:
         """Stages whose tensors `action` needs, lowest first."""
-        if action.kind == "F":
-            return tuple(sorted(a for a, b in self.forward if b == action.stage))
-        if action.kind in INPUT_GRADIENTS:
-            return tuple(sorted(b for a, b in self.backward if a == action.stage))
-        return ()
+        side = self._lower if action.kind == "F" else self._higher
+        return side.get(action.kind, _NONE).get(action.stage, ())
 
     def targets(self, action: Action) -> tuple[int, ...]:
         """Stages that need the tensors of `action`, lowest first."""
-        if action.kind == "F":
-            return tuple(sorted(b for a, b in self.forward if a == action.stage))
-        if action.kind in INPUT_GRADIENTS:
-            return tuple(sorted(a for a, b in self.backward if b == action.stage))
-        return ()
+        side = self._higher if action.kind == "F" else self._lower
+        return side.get(action.kind, _NONE).get(action.stage, ())
+
+
+_NONE: _Stages = {}
+
+
+def _neighbours(edges: Collection[Edge]) -> tuple[_Stages, _Stages]:
+    """For every stage those that edges come from, and those that they lead to, lowest first."""
+    lower: dict[int, list[int]] = {}
+    higher: dict[int, list[int]] = {}
+    for start, end in sorted(edges):
+        higher.setdefault(start, []).append(end)
+        lower.setdefault(end, []).append(start)
+    return ({k: tuple(v) for k, v in lower.items()}, {k: tuple(v) for k, v in higher.items()})
 
 
 def make_edges(
