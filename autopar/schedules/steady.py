@@ -1,0 +1,46 @@
+"""What schedules of many microbatches have in common with those of few: no need to make them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.schedules.actions import BACKWARDS, Schedule
+from autopar.schedules.make import make_schedule
+
+TURNS = 4
+"""After so many microbatches per rank a schedule's order repeats itself, but for GPipe's, which has
+no steady state, and interleaved 1F1B in groups of unequal sizes."""
+
+
+@lru_cache(maxsize=1024)
+def _short(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    return make_schedule(name, num_ranks, num_microbatches, chunks=chunks)
+
+
+def stage_ranks(name: str, num_ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """For each stage of a schedule its rank; they do not depend on the number of microbatches."""
+    return _short(name, num_ranks, num_ranks, chunks).stage_ranks
+
+
+@lru_cache(maxsize=1024)
+def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+    """For each rank the most forwards whose backward is not over, of all its stages together.
+
+    Args:
+        name: Name of a synchronous schedule.
+        num_ranks: Pipeline ranks p.
+        num_microbatches: Microbatches of a step m.
+        chunks: Stages per rank.
+    """
+    left = num_microbatches % num_ranks
+    repeats = name != "gpipe" and (name != "interleaved_1f1b" or not left)
+    if repeats and num_microbatches > TURNS * num_ranks:
+        num_microbatches = TURNS * num_ranks + left
+    found = []
+    for actions in _short(name, num_ranks, num_microbatches, chunks).actions:
+        live = most = 0
+        for action in actions:
+            live += (action.kind == "F") - (action.kind in BACKWARDS and action.kind != "I")
+            most = max(most, live)
+        found.append(most)
+    return tuple(found)

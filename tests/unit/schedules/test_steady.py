@@ -1,0 +1,32 @@
+"""What is said of schedules that were not made, against schedules that are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.schedules.actions import BACKWARDS
+from autopar.schedules.make import make_schedule
+from autopar.schedules.steady import most_live, stage_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_h1", 1),
+     ("zbv", 2)],
+)  # fmt: skip
+def test_ranks_and_live_microbatches(name: str, chunks: int) -> None:
+    for ranks in (1, 2, 3, 4, 7):
+        for microbatches in (*range(1, 20), 33, 40, 57):
+            whole = make_schedule(name, ranks, microbatches, chunks=chunks)
+            assert stage_ranks(name, ranks, chunks) == whole.stage_ranks
+            most = []
+            for actions in whole.actions:
+                steps = [
+                    1 if action.kind == "F" else -(action.kind in BACKWARDS - {"I"})
+                    for action in actions
+                ]
+                most.append(max(sum(steps[: end + 1]) for end in range(len(steps))))
+            assert most_live(name, ranks, microbatches, chunks) == tuple(most), (
+                ranks,
+                microbatches,
+            )
