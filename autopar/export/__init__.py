@@ -1,0 +1,1 @@
+"""Plans as configurations of other engines: one file per target."""
