@@ -68,20 +68,33 @@ EAGER_PLANS = (("dp=3", "ddp"), ("dp=2,tp=2", "megatron_sp"))
 EXACT_PLANS = (("dp=2", "fsdp"), ("tp=4", "megatron"), ("x=2,y=2", "2d"))
 
 
-# Every case meets one plan of both kinds in every run, others for the next case, and all of them in
-# the long mode.
-LATER = [pytest.param(part, marks=pytest.mark.long) for part in (1, 2)]
+# Every case meets one plan in every run, exactly or against eager torch in turn, and others for the
+# next case; it meets all of both in the long mode.
+PLACES = {name: place for place, name in enumerate(CASES)}
 
 
-@pytest.mark.parametrize("part", [0, *LATER])
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_one_device_does(name: str, part: int):
-    """In float32 against eager torch, in float64 against the graph alone, AdamW steps included."""
-    case, place = CASES[name](), part + list(CASES).index(name)
-    exact = agree(case, *EXACT_PLANS[place % 3], dtype="float64", steps=2)
-    assert exact.worst.error <= 1e-11
-    assert name == "custom backward" or not exact.plan.unruled
-    report = agree(case, *EAGER_PLANS[place % 2])
+def turn(wanted: int) -> list[object]:
+    """All cases, every other one in the long mode only."""
+    return [
+        name if place % 2 == wanted else pytest.param(name, marks=pytest.mark.long)
+        for name, place in PLACES.items()
+    ]
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2))])
+@pytest.mark.parametrize("name", turn(0))
+def test_exactly_as_one_device_does(name: str, part: int):
+    """In float64 against the graph alone, AdamW steps included."""
+    report = agree(CASES[name](), *EXACT_PLANS[(part + PLACES[name]) % 3], dtype="float64", steps=2)
+    assert report.worst.error <= 1e-11
+    assert name == "custom backward" or not report.plan.unruled
+
+
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", turn(1))
+def test_trains_as_eager_torch_does(name: str, part: int):
+    """In float32, AdamW steps included."""
+    report = agree(CASES[name](), *EAGER_PLANS[(part + PLACES[name] // 2) % 2])
     assert (report.reference == "graph") == (name in RANDOM)
 
 
@@ -93,9 +106,14 @@ def shallow() -> Case:
 @pytest.mark.parametrize(
     ("mesh", "constraints"),
     [
-        ("dp=3", "ddp"), ("tp=3", "megatron"), ("dp=5", "ddp"), ("tp=5", "megatron_sp"),
-        ("dp=3,tp=2", "megatron"), ("dp=2,tp=3", "megatron_sp"), ("dp=7", "fsdp"),
-        ("tp=7", "megatron"),
+        ("dp=3", "ddp"), ("tp=3", "megatron"), ("dp=5", "fsdp"), ("dp=2,tp=3", "megatron_sp"),
+        *(
+            pytest.param(*plan, marks=pytest.mark.long)
+            for plan in (
+                ("dp=5", "ddp"), ("tp=5", "megatron_sp"), ("dp=3,tp=2", "megatron"),
+                ("dp=7", "fsdp"), ("tp=7", "megatron"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_no_power_of_two_is_needed(mesh: str, constraints: str):

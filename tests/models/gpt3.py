@@ -29,5 +29,5 @@ def build(
 
 
 def build_small() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The same with a sixth of the layers and a quarter of the width."""
-    return build(layers=16, width=3072, heads=24)
+    """The same with a twelfth of the layers and a quarter of the width."""
+    return build(layers=8, width=3072, heads=24)
