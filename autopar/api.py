@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import nn
 
 from autopar.cost_models.calibrate import Calibration, calibrate
 from autopar.cost_models.cluster import ClusterSpec
-from autopar.cost_models.evaluate import Prediction, Software
+from autopar.cost_models.evaluate import Evaluator, Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
+from autopar.cost_models.forecast import cluster_of, forecast_of
 from autopar.errors import InputError, PlanError
+from autopar.plan.adapt import adapt
 from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
@@ -40,6 +43,7 @@ __all__ = [
     "load_plan",
     "measure",
     "plan",
+    "reprice",
     "search",
     "trace",
     "verify",
@@ -317,7 +321,8 @@ def plan_and_predict(
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
     if spec is None or traced.loss is None or not memory_is_known(spec):
         return made, None
-    return made, price(made, traced.graph, spec, loss=traced.loss)
+    forecast, priced = forecast_of(Evaluator(traced.graph, traced.loss, spec), made)
+    return replace(made, forecast=forecast), priced
 
 
 def evaluate(
@@ -355,15 +360,71 @@ def evaluate(
             raise InputError(f"{name} is None", expected=f"a {name}, to price a plan on it")
     assert spec is not None and made is not None
     if traced.loss is None:
-        raise InputError(
-            "a prediction needs the model's loss: without one there is no backward to price",
-            expected="a model that returns a scalar, or loss_fn",
-            fix="pass loss_fn=...",
-            where="loss_fn",
-        )
+        raise _no_loss()
     apply_plan(made, traced.graph)  # says what does not fit
     software = Software.of(spec.hardware(0), optimizer)
     return price(made, traced.graph, spec, loss=traced.loss, software=software)
+
+
+def reprice(
+    plan: Plan | str | Path,
+    model: nn.Module,
+    cluster: ClusterSpec | str | int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: str | None = None,
+) -> tuple[Plan, Prediction]:
+    """The choices of a plan on another cluster, batch size or sequence length, predicted anew.
+
+    Args:
+        plan: The plan or plan file.
+        model: The module that it was made for; its parameters may be on the meta device.
+        cluster: The cluster; that which the plan was made for by default.
+        args: Arguments of one call with the global batch, of any size.
+        kwargs: Its keyword arguments.
+        loss_fn: See `compile`.
+        optimizer: Name of the optimizer; the one that was priced by default, or AdamW.
+
+    Returns:
+        The plan with its forecast, also if it does not fit, and the prediction; `Plan.forecast` and
+        `autopar.plan.diff.differences` say what changed.
+
+    Raises:
+        PlanError: If the plan is for another model, with the first difference.
+    """
+    _check_call(args, kwargs, ("args", "kwargs"))
+    made = _plan(plan)
+    if made is None:
+        raise InputError("plan is None", expected="a plan, to price it")
+    told, spec = made.forecast, _cluster(cluster)
+    if spec is None:
+        if told is None:
+            raise InputError(
+                "no cluster is given, and the plan does not say what it was made for",
+                expected='a cluster, such as "8x8xH100-SXM"',
+                where="cluster",
+            )
+        spec = cluster_of(told.cluster)
+    name = optimizer or (told.cost_model.optimizer if told is not None else "adamw")
+    traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
+    if traced.loss is None:
+        raise _no_loss()
+    adapted, _ = adapt(made, traced.graph)
+    evaluator = Evaluator(traced.graph, traced.loss, spec, Software.of(spec.hardware(0), name))
+    known = memory_is_known(spec)
+    forecast, found = forecast_of(evaluator, adapted, optimizer=name, memory_known=known)
+    return replace(adapted, forecast=forecast), found
+
+
+def _no_loss() -> InputError:
+    return InputError(
+        "a prediction needs the model's loss: without one there is no backward to price",
+        expected="a model that returns a scalar, or loss_fn",
+        fix="pass loss_fn=...",
+        where="loss_fn",
+    )
 
 
 def measure(

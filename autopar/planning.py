@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
@@ -13,6 +14,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.search.find import FIXABLE, Found, Request, find
 from autopar.search.finish import STRATEGY as SEARCH
+from autopar.search.told import forecast_found
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced
 
@@ -91,7 +93,8 @@ def find_plan(
         notes=traced.notes,
     )
     refuse_unkeyed_random(traced.graph, found.sharded.factors, cluster.num_devices)
-    return found
+    forecast = forecast_found(found, optimizer, memory_known=memory_is_known(cluster))
+    return replace(found, plan=replace(found.plan, forecast=forecast))
 
 
 def memory_is_known(cluster: ClusterSpec) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.cost_models.allocator import FRAGMENTATION, Reserve, reserve
 from autopar.cost_models.cluster import ClusterSpec
@@ -21,7 +22,7 @@ from autopar.cost_models.messages import Messages
 from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
 from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
 from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
-from autopar.cost_models.simulate import Split, Task, Timeline, simulate
+from autopar.cost_models.simulate import Split, Task, Timeline
 from autopar.cost_models.software import (
     SLOWDOWN,
     STEP_S,
@@ -33,11 +34,12 @@ from autopar.cost_models.software import (
 )
 from autopar.cost_models.software import stack as find_stack
 from autopar.cost_models.stages import StageModel, stage_models
+from autopar.cost_models.timing import Timing
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import split_axes
-from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.actions import Schedule
 from autopar.sharding.mesh import Mesh
 from autopar.units import format_bytes
 
@@ -173,12 +175,14 @@ class Prediction:
         timeline: All actions of all pipeline ranks.
         stages: What each stage takes.
         ranks: Each pipeline rank.
+        timing: What the timeline was made from.
     """
 
     step_s: float
     timeline: Timeline
     stages: tuple[StageCost, ...]
     ranks: tuple[RankCost, ...]
+    timing: Timing
 
     @property
     def fits(self) -> bool:
@@ -270,9 +274,10 @@ class Evaluator:
         mesh, names = fine_mesh_of(plan)
         prices = Prices(self.cluster, mesh, names)
         costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software)
-        timeline = _simulate(plan, schedule, models, costs, prices, self.software.speed)
+        timing = _timing(plan, schedule, models, costs, prices, self.software.speed)
+        timeline = timing.timeline(schedule)
         factor = idle_cores_factor(timeline, devices[0].node, plan.device_mesh.size)
-        timeline = faster(timeline, factor)
+        timeline, timing = faster(timeline, factor), replace(timing, factor=factor)
         costs = tuple(faster_cost(cost, factor) for cost in costs)
         ranks = tuple(
             self._rank(plan, models, rank, split, devices[rank])
@@ -283,7 +288,17 @@ class Evaluator:
             timeline=timeline,
             stages=costs,
             ranks=ranks,
+            timing=timing,
         )
+
+    def memory_options(self) -> dict[str, Any]:
+        """What `rank_memory` is told of the software and the inputs."""
+        return {
+            "optimizer": self.software.optimizer,
+            "gloo": self.software.gloo,
+            "input_bytes": self._inputs["input"] + self._inputs["constant"],
+            "buffer_bytes": self._inputs["buffer"],
+        }
 
     def _rank(
         self,
@@ -294,11 +309,7 @@ class Evaluator:
         device: Device,
     ) -> RankCost:
         software = self.software
-        memory = rank_memory(
-            models, plan, rank, software.optimizer, gloo=software.gloo,
-            input_bytes=self._inputs["input"] + self._inputs["constant"],
-            buffer_bytes=self._inputs["buffer"],
-        )  # fmt: skip
+        memory = rank_memory(models, plan, rank, **self.memory_options())
         return RankCost(
             rank=rank,
             time=split,
@@ -408,36 +419,29 @@ def update_bandwidth(device: Device) -> float:
     return device.cache_bytes_per_s or _streamed(device)
 
 
-def _simulate(
+def _timing(
     plan: Plan,
     schedule: Schedule,
     models: tuple[StageModel, ...],
     costs: tuple[StageCost, ...],
     prices: Prices,
     speed: Speed,
-) -> Timeline:
+) -> Timing:
+    """What the simulator is told, as if all ranks were always busy."""
     edges, gradient_edges = stage_edges(models)
-    messages = Messages(plan, schedule, models, prices)
-    per_update = schedule.microbatches_per_update
-    done: Counter[tuple[int, str]] = Counter()
     tasks: dict[tuple[int, str, bool], Task] = {}
-
-    def task_of(action: Action) -> Task:
-        cost = costs[action.stage]
-        if action.kind == "REDUCE":
-            return Task()
-        if action.kind == "UPDATE":
-            return Task(compute_s=cost.update_kernels_s, inline_s=sum(cost.update.values()))
-        # As the runtime counts: the last to run, whatever its number.
-        done[action.stage, action.kind] += 1
-        last = done[action.stage, action.kind] % per_update == 0
-        key = (action.stage, action.kind, last)
-        if key not in tasks:
-            program = (cost.last if last else cost.programs)[action.kind]
-            tasks[key] = program.task(speed.overlap, joins=action.kind == "F" or not last)
-        return tasks[key]
-
-    return simulate(
-        schedule, task_of, messages.seconds,
-        edges=edges, gradient_edges=gradient_edges, slowdown=speed.slowdown,
-    )  # fmt: skip
+    for stage, cost in enumerate(costs):
+        for last, programs in ((False, cost.programs), (True, cost.last)):
+            for kind, program in programs.items():
+                joins = kind == "F" or not last
+                tasks[stage, kind, last] = program.task(speed.overlap, joins=joins)
+        tasks[stage, "UPDATE", False] = Task(
+            compute_s=cost.update_kernels_s, inline_s=sum(cost.update.values())
+        )
+    return Timing(
+        tasks=tasks,
+        messages=Messages(plan, schedule, models, prices).seconds(),
+        edges=edges,
+        gradient_edges=gradient_edges,
+        slowdown=speed.slowdown,
+    )

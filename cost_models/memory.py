@@ -77,6 +77,7 @@ def rank_memory(
     gloo: bool = False,
     positions: Callable[[Bucket], int] = lambda bucket: 0,
     moments: bool = False,
+    make_walk: Callable[..., Walk] = Walk,
 ) -> RankMemory:
     """Walk over the step of a pipeline rank.
 
@@ -90,6 +91,7 @@ def rank_memory(
         gloo: Whether collectives need the memory that gloo needs; else NCCL's.
         positions: Place of the rank in the group of a bucket of ZeRO.
         moments: Whether to note live bytes action by action.
+        make_walk: Makes the walk; another kind may note more.
     """
     schedule = schedule_of(plan)
     stages = schedule.stages_of(rank)
@@ -108,7 +110,7 @@ def rank_memory(
     asynchronous = schedule.updates > 1 or any(schedule.delays)
     if asynchronous:  # what ZeRO-1 has reduced for an update stays until the next
         resident["gradients"] += sum(map(reduced_bytes, mine.values()))
-    walk = Walk(
+    walk = make_walk(
         mine, held, resident,
         asynchronous=asynchronous,
         delayed=frozenset(stage for stage in stages if schedule.delay(stage)),

@@ -9,7 +9,7 @@ from autopar.cost_models.pricing import Prices
 from autopar.cost_models.spans import Span, axis_groups, send_spans, spans
 from autopar.cost_models.stages import StageModel
 from autopar.plan.plan import Plan
-from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.actions import Schedule
 
 
 class Messages:
@@ -26,17 +26,13 @@ class Messages:
                     self.sizes[item.source, item.target, "SEND_F"] += item.size_bytes
                     if item.gradient:
                         self.sizes[item.target, item.source, "SEND_B"] += item.size_bytes
-        self.known: dict[tuple[int, int, str], float] = {}
 
-    def seconds(self, action: Action) -> float:
-        """Seconds of the message of a send."""
-        assert action.peer is not None
-        key = (action.stage, action.peer, action.kind)
-        if key not in self.known:
-            self.known[key] = self.wires.seconds(
-                self.places[action.stage], self.places[action.peer], self.sizes[key]
-            )
-        return self.known[key]
+    def seconds(self) -> dict[tuple[int, int, str], float]:
+        """Seconds of all messages: by sending stage, receiving stage and kind of the send."""
+        return {
+            key: self.wires.seconds(self.places[key[0]], self.places[key[1]], size)
+            for key, size in self.sizes.items()
+        }
 
 
 class Wires:

@@ -87,12 +87,18 @@ class Walk:
     def _finish(self) -> None:
         """What follows the actions: the optimizer step, unless they have some."""
         self.live.end()
-        self.live.look(self._shared_bytes(), "collective", "sum over stages")
+        self._sum_shared()
         self.live.begin("update")
+        self._update_all()
+        self.live.begin("")
+
+    def _sum_shared(self) -> None:
+        self.live.look(self._shared_bytes(), "collective", "sum over stages")
+
+    def _update_all(self) -> None:
         if not self.asynchronous:
             for stage in self.held:
                 self._update(stage)
-        self.live.begin("")
 
     def _shared_bytes(self) -> int:
         """What it takes to sum gradients of what several stages use."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError, PlanError, RankError
-from autopar.plan.build import apply_plan, fingerprint, make_plan
+from autopar.plan.build import apply_plan, make_plan
+from autopar.plan.fingerprint import fingerprint
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.runtime.comm import Communicator

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.runtime.loader import LoadedModel
     from autopar.search.find import Found
     from autopar.search.result import SearchResult
+    from autopar.search.whatif import Change
     from autopar.sharding.mesh import Mesh
 
 
@@ -129,20 +130,24 @@ def _search(
     finally:
         progress.end()
     more = _runners_up(found.result, options.top)
+    plan = found.plan
     if options.what_if:
-        more += _what_if(found)
-    _write(options, found.plan, found.prediction, more)
+        from autopar.search.told import with_changes
+        from autopar.search.whatif import front, sensitivity
+
+        changes = [*sensitivity(found.problem), *front(found.problem)]
+        plan = with_changes(plan, changes)
+        more += _what_if(found, changes)
+    _write(options, plan, found.prediction, more)
     return 0
 
 
-def _what_if(found: Found) -> list[str]:
+def _what_if(found: Found, changes: list[Change]) -> list[str]:
     """What other clusters, and less memory, would change."""
-    from autopar.search.whatif import front, sensitivity
-
     assert found.result.best is not None
     now = found.result.best.step_s
     lines = ["what if (predicted)"]
-    for item in (*sensitivity(found.problem), *front(found.problem)):
+    for item in changes:
         if item.step_s is None:
             lines.append(f"  {item.text:<36} nothing fits")
             continue

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
 from autopar.errors import PlanError
-from autopar.graph.ir import Arg, Graph, Node, Ref, TensorSpec, map_refs
+from autopar.graph.ir import Graph, Node, TensorSpec
 from autopar.plan.assign import store_split
+from autopar.plan.fingerprint import fingerprint, is_of, structure
 from autopar.plan.keys import op_keys
 from autopar.plan.microbatch import (
     check_batch,
@@ -37,33 +37,6 @@ from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import REPLICATE, Placements, Shard
 from autopar.sharding.sharded import ShardedGraph, shard_graph
-
-
-def fingerprint(graph: Graph) -> str:
-    """Hash of the graph's structure; names of values do not count."""
-    number: dict[str, int] = {}
-    digest = hashlib.sha256()
-
-    def add(text: str) -> None:
-        digest.update(text.encode())
-        digest.update(b"\n")
-
-    for item in graph.inputs:
-        number[item.value.name] = len(number)
-        add(f"{item.kind} {item.target} {item.value.spec}")
-    for node in graph.nodes:
-
-        def rename(ref: Ref) -> Arg:
-            return f"%{number[ref.name]}"
-
-        args = map_refs(node.args, rename)
-        kwargs = [(key, map_refs(arg, rename)) for key, arg in node.kwargs]
-        for value in node.outputs:
-            number[value.name] = len(number)
-        add(f"{node.op} {args} {kwargs} {[str(value.spec) for value in node.outputs]}")
-    for output in graph.outputs:
-        add(f"{output.kind} {number.get(output.value or '', -1)} {output.target}")
-    return digest.hexdigest()[:32]
 
 
 def _choices_from_overrides(
@@ -288,6 +261,7 @@ def describe(
             for item in graph.parameters()
         ),
         graph=fingerprint(graph),
+        structure=structure(graph),
         inputs=tuple(
             (item.target, _shape_text(item.value.spec))
             for item in graph.inputs
@@ -389,36 +363,60 @@ def _check_order(plan: Plan, factors: Factors) -> None:
                 )
 
 
-def _check_same_model(plan: Plan, graph: Graph) -> None:
-    def refuse(text: str, where: str) -> PlanError:
-        return PlanError(
-            f"the plan is for another model: {text}",
-            fix="plan this model anew (autopar plan), or compile the model the plan was made for",
-            where=f"plan: {where}",
-        )
+def refuse_model(text: str, where: str, fix: str | None = None) -> PlanError:
+    """That a plan is for another model, and the first difference."""
+    return PlanError(
+        f"the plan is for another model: {text}",
+        fix=fix
+        or "plan this model anew (autopar plan), or compile the model the plan was made for",
+        where=f"plan: {where}",
+    )
 
+
+def check_parameters(plan: Plan, graph: Graph) -> None:
+    """Refuse a plan whose parameters are not those of `graph`.
+
+    Raises:
+        PlanError: Says the first difference.
+    """
     have = {item.target: item.value.spec for item in graph.parameters()}
     for planned in plan.parameters:
         spec = have.pop(planned.fqn, None)
         where = f"parameters[{planned.fqn!r}]"
         if spec is None:
-            raise refuse(f"it has a parameter {planned.fqn}, this model has none", where)
+            text = f"it has a parameter {planned.fqn}, this model has none"
+            fix = None
+            if is_of(plan.graph, graph):
+                missing = {item.fqn for item in plan.parameters}
+                new = next((name for name in have if name not in missing), "")
+                text += f"; they compute the same, so it may be called {new} here"
+                fix = "rename the parameters in the plan file, or plan this model anew"
+            raise refuse_model(text, where, fix)
         if (spec.shape, spec.dtype) != (planned.shape, planned.dtype):
-            raise refuse(
+            raise refuse_model(
                 f"{planned.fqn} is {planned.dtype}{list(planned.shape)} in the plan and "
                 f"{spec.dtype}{list(spec.shape)} in this model",
                 where,
             )
     if have:
         name = next(iter(have))
-        raise refuse(f"this model has a parameter {name} that the plan lacks", "parameters")
+        raise refuse_model(f"this model has a parameter {name} that the plan lacks", "parameters")
+
+
+def _check_same_model(plan: Plan, graph: Graph) -> None:
+    check_parameters(plan, graph)
     inputs = {i.target: _shape_text(i.value.spec) for i in graph.inputs if i.kind == "input"}
     planned_inputs = dict(plan.inputs)
     for path in dict.fromkeys((*planned_inputs, *inputs)):
         there, here = planned_inputs.get(path, "absent"), inputs.get(path, "absent")
         if there != here:
-            raise refuse(
-                f"input {path} is {there} in the plan and {here} here", f"inputs[{path!r}]"
+            sizes = path in planned_inputs and path in inputs
+            raise refuse_model(
+                f"input {path} is {there} in the plan and {here} here",
+                f"inputs[{path!r}]",
+                "`autopar reprice` fits a plan to another batch or sequence length"
+                if sizes
+                else "",
             )
-    if plan.graph != fingerprint(graph):
-        raise refuse("parameters and inputs agree, but the computation differs", "graph")
+    if not is_of(plan.graph, graph):
+        raise refuse_model("parameters and inputs agree, but the computation differs", "graph")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from autopar.errors import PlanError
 from autopar.schedules.make import SCHEDULES
@@ -60,6 +60,12 @@ class ZeroPlan:
     axes: tuple[str, ...] = ()
 
 
+MOST_ACTIONS = 2**20
+"""Stages times microbatches of a step: more than any cluster has, and few enough to simulate."""
+Problem = tuple[str, str, str | None, str | None]
+"""Field, what is wrong with it, what would be right, what to do."""
+
+
 def check_pipeline(pipeline: PipelinePlan, axes: tuple[tuple[str, int], ...], where: str) -> None:
     """Refuse a pipeline that no graph could run.
 
@@ -71,36 +77,41 @@ def check_pipeline(pipeline: PipelinePlan, axes: tuple[tuple[str, int], ...], wh
     Raises:
         PlanError: Names the field.
     """
+    for field, what, expected, fix in pipeline_problems(pipeline, axes):
+        place = field if field == "mesh" else f"{where}{field}"
+        raise PlanError(what, expected=expected, fix=fix, where=place)
+
+
+def pipeline_problems(
+    pipeline: PipelinePlan, axes: tuple[tuple[str, int], ...]
+) -> Iterator[Problem]:
+    """Everything for which no graph could run a pipeline.
+
+    Args:
+        pipeline: The pipeline.
+        axes: Axes of the mesh.
+    """
     names = [name for name, _ in axes]
     if pipeline.axis != "pp" and pipeline.axis not in names:
-        raise PlanError(
-            f"the pipeline runs over axis {pipeline.axis!r}, which the mesh lacks",
-            expected="one of " + ", ".join(names),
-            where=f"{where}axis",
-        )
-    if pipeline.microbatches < 1:
-        raise PlanError(
-            f"{pipeline.microbatches} microbatches",
-            expected="a whole number from 1",
-            where=f"{where}microbatches",
-        )
-    if pipeline.microbatches > 1 and MICROBATCH in names:
-        raise PlanError(
-            f"a mesh axis is called {MICROBATCH!r}, which is the name of the axis in time",
-            expected="another name for the mesh axis",
-            where="mesh",
-        )
-    _check_schedule(pipeline, where)
-    _check_updates(pipeline, pipeline.ranks(axes), where)
-    stages = pipeline.stages(axes)
+        what = f"the pipeline runs over axis {pipeline.axis!r}, which the mesh lacks"
+        yield "axis", what, "one of " + ", ".join(names), _meant(pipeline.axis, names)
+    count, stages = pipeline.microbatches, pipeline.stages(axes)
+    if count < 1:
+        yield "microbatches", f"{count} microbatches", "a whole number from 1", None
+    if count > 1 and MICROBATCH in names:
+        what = f"a mesh axis is called {MICROBATCH!r}, which is the name of the axis in time"
+        yield "mesh", what, "another name for the mesh axis", None
+    if count * stages > MOST_ACTIONS:
+        what = f"{count:,} microbatches through {stages:,} stages"
+        yield "microbatches", what, f"a product of at most {MOST_ACTIONS:,}", None
+    yield from _schedule_problems(pipeline)
+    yield from _update_problems(pipeline, pipeline.ranks(axes))
     if pipeline.cuts and len(pipeline.cuts) != stages - 1:
-        many = "no cut" if stages == 1 else f"{stages - 1} cuts"
-        raise PlanError(
+        what = (
             f"{len(pipeline.cuts)} cuts make {len(pipeline.cuts) + 1} stages, but the pipeline has "
-            f"{pipeline.ranks(axes)} ranks with {pipeline.chunks} stages each",
-            expected=many,
-            where=f"{where}cuts",
+            f"{pipeline.ranks(axes)} ranks with {pipeline.chunks} stages each"
         )
+        yield "cuts", what, "no cut" if stages == 1 else f"{stages - 1} cuts", None
 
 
 def default_chunks(schedule: str) -> int:
@@ -111,35 +122,32 @@ def default_chunks(schedule: str) -> int:
     return 2 if kind.chunks is None else kind.chunks
 
 
-def _check_schedule(pipeline: PipelinePlan, where: str) -> None:
+def _meant(word: str, known: Iterable[str]) -> str | None:
+    close = get_close_matches(word, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def _schedule_problems(pipeline: PipelinePlan) -> Iterator[Problem]:
     name, kind = pipeline.schedule, SCHEDULES.get(pipeline.schedule)
     if kind is None:
-        close = get_close_matches(name, list(SCHEDULES), 1)
-        raise PlanError(
-            f"unknown schedule {name!r}",
-            expected="one of " + ", ".join(SCHEDULES),
-            fix=f"did you mean {close[0]!r}?" if close else None,
-            where=f"{where}schedule",
-        )
+        what = f"unknown schedule {name!r}"
+        yield "schedule", what, "one of " + ", ".join(SCHEDULES), _meant(name, SCHEDULES)
+        return
     if pipeline.chunks < 2 if kind.chunks is None else pipeline.chunks != kind.chunks:
-        raise PlanError(
-            f"schedule {name} with {pipeline.chunks} chunks (stages per pipeline rank)",
-            expected="2 or more" if kind.chunks is None else str(kind.chunks),
-            fix="1f1b has one chunk per rank, interleaved_1f1b any number from 2",
-            where=f"{where}chunks",
-        )
+        what = f"schedule {name} with {pipeline.chunks} chunks (stages per pipeline rank)"
+        expected = "2 or more" if kind.chunks is None else str(kind.chunks)
+        fix = "1f1b has one chunk per rank, interleaved_1f1b any number from 2"
+        yield "chunks", what, expected, fix
     if pipeline.vertical_sync and not kind.vertical_sync:
-        raise PlanError(
-            f"vertical_sync is set with schedule {name}",
-            expected="schedule pipedream: others use weights of one version everywhere",
-            where=f"{where}vertical_sync",
-        )
+        what = f"vertical_sync is set with schedule {name}"
+        expected = "schedule pipedream: others use weights of one version everywhere"
+        yield "vertical_sync", what, expected, None
 
 
-def _check_updates(pipeline: PipelinePlan, ranks: int, where: str) -> None:
-    """Refuse an `update_every` that the schedule cannot keep."""
+def _update_problems(pipeline: PipelinePlan, ranks: int) -> Iterator[Problem]:
+    """An `update_every` that the schedule cannot keep."""
     every, count, name = pipeline.update_every, pipeline.microbatches, pipeline.schedule
-    if every == 0:
+    if every == 0 or count < 1:
         return
     if name == "pipedream_2bw":
         good = every > 0 and count % every == 0 and every >= min(ranks, count)
@@ -148,11 +156,8 @@ def _check_updates(pipeline: PipelinePlan, ranks: int, where: str) -> None:
         only = 1 if name == "pipedream" else count
         good, expected = every == only, f"{only} or 0; pipedream_2bw takes other numbers"
     if not good:
-        raise PlanError(
-            f"schedule {name} with an update every {every} of {count} microbatches",
-            expected=expected,
-            where=f"{where}update_every",
-        )
+        what = f"schedule {name} with an update every {every} of {count} microbatches"
+        yield "update_every", what, expected, None
 
 
 def check_zero(
@@ -174,75 +179,46 @@ def check_zero(
     Raises:
         PlanError: If the stage is none, or an axis holds no data, or another part excludes it.
     """
+    for field, what, expected, fix in zero_problems(zero, pipeline, data_axes, storage):
+        raise PlanError(what, expected=expected, fix=fix, where=f"{where}.{field}")
+
+
+def zero_problems(
+    zero: ZeroPlan,
+    pipeline: PipelinePlan,
+    data_axes: tuple[str, ...],
+    storage: tuple[str, ...],
+) -> Iterator[Problem]:
+    """Everything for which a ZeRO cannot be carried out; see `check_zero`."""
     if not 0 <= zero.stage <= MAX_ZERO:
-        raise PlanError(f"ZeRO stage {zero.stage}", expected="0, 1, 2 or 3", where=f"{where}.stage")
+        yield "stage", f"ZeRO stage {zero.stage}", "0, 1, 2 or 3", None
+        return
     if not zero.stage:
         if zero.axes:
-            raise PlanError(
-                f"ZeRO stage 0 divides nothing over {', '.join(zero.axes)}",
-                expected="a stage from 1, or no axes",
-                where=f"{where}.axes",
-            )
+            what = f"ZeRO stage 0 divides nothing over {', '.join(zero.axes)}"
+            yield "axes", what, "a stage from 1, or no axes", None
         return
-    axes = f"{where}.axes"
     if not zero.axes:
-        raise PlanError(
-            f"ZeRO stage {zero.stage} has no data axis to divide over",
-            expected="a mesh axis that splits the batch, such as dp=2",
-            where=axes,
-        )
-    for axis in zero.axes:
-        if axis not in data_axes or zero.axes.count(axis) > 1:
-            raise PlanError(
-                f"ZeRO divides over axis {axis!r}, along which not only data is split"
-                if axis not in data_axes
-                else f"ZeRO divides over axis {axis!r} twice",
-                expected="data axes, each once: " + (", ".join(data_axes) or "the mesh has none"),
-                where=axes,
-            )
-        if axis in storage:
-            raise PlanError(
-                f"parameters are stored split over axis {axis!r} already (fsdp)",
-                expected="fsdp or ZeRO, not both over one axis",
-                where=axes,
-            )
-    if zero.stage > 1 and SCHEDULES[pipeline.schedule].asynchronous:
-        raise PlanError(
+        what = f"ZeRO stage {zero.stage} has no data axis to divide over"
+        yield "axes", what, "a mesh axis that splits the batch, such as dp=2", None
+    for axis in dict.fromkeys(zero.axes):
+        known = "data axes, each once: " + (", ".join(data_axes) or "the mesh has none")
+        if axis not in data_axes:
+            what = f"ZeRO divides over axis {axis!r}, along which not only data is split"
+            yield "axes", what, known, _meant(axis, data_axes)
+        elif zero.axes.count(axis) > 1:
+            yield "axes", f"ZeRO divides over axis {axis!r} twice", known, None
+        elif axis in storage:
+            what = f"parameters are stored split over axis {axis!r} already (fsdp)"
+            yield "axes", what, "fsdp or ZeRO, not both over one axis", None
+    kind = SCHEDULES.get(pipeline.schedule)
+    if zero.stage > 1 and kind is not None and kind.asynchronous:
+        what = (
             f"ZeRO stage {zero.stage} with schedule {pipeline.schedule}: every rank must keep "
-            "whole versions of its parameters for the microbatches under way",
-            expected="ZeRO stage 0 or 1, or a schedule that updates once a step",
-            where=f"{where}.stage",
+            "whole versions of its parameters for the microbatches under way"
         )
-
-
-def read_part(data: Any, kind: type, fail: Any, path: str) -> Any:
-    """The dataclass `kind` that a JSON object stands for.
-
-    Args:
-        data: Parsed JSON.
-        kind: `PipelinePlan` or `ZeroPlan`.
-        fail: ``(path, got, expected) -> PlanError``.
-        path: Path of the object in the file.
-
-    Raises:
-        PlanError: If a key is missing, unknown, or of the wrong type.
-    """
-    template = kind()
-    names = [item.name for item in fields(kind)]
-    if not isinstance(data, dict) or set(data) != set(names):
-        raise fail(path, data, "an object with the keys " + ", ".join(names))
-    values: dict[str, Any] = {}
-    for name in names:
-        wanted, got = type(getattr(template, name)), data[name]
-        if wanted is tuple:
-            if not isinstance(got, list) or not all(isinstance(item, str) for item in got):
-                raise fail(f"{path}.{name}", got, "a list of strings")
-            got = tuple(got)
-        elif type(got) is not wanted:
-            words = {int: "a whole number", bool: "true or false", str: "a string"}[wanted]
-            raise fail(f"{path}.{name}", got, words)
-        values[name] = got
-    return kind(**values)
+        expected = "ZeRO stage 0 or 1, or a schedule that updates once a step"
+        yield "stage", what, expected, None
 
 
 def part_lines(

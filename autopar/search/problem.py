@@ -354,3 +354,8 @@ class Problem:
     def evaluated(self) -> int:
         """How many plans have been evaluated."""
         return self._known.evaluated
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """All plans that have been evaluated and can be carried out."""
+        return [outcome for outcome in self._known.outcomes.values() if outcome is not None]

@@ -24,7 +24,10 @@ WRONG: tuple[Any, ...] = (
     float("nan"),
 )  # fmt: skip
 # What these hold is for people to read, or may be left out.
-FREE = {("notes",), ("unruled",), ("strategy",), ("searched",), ("overrides",), ("recompute",)}
+FREE = {
+    ("notes",), ("unruled",), ("strategy",), ("searched",), ("overrides",), ("recompute",),
+    ("structure",), ("forecast",),
+}  # fmt: skip
 
 
 @cache
@@ -146,7 +149,7 @@ def test_unknown_fields_are_refused():
         ("{", "not JSON"),
         ("[]", "an object"),
         ("3", "an object"),
-        ('{"schema_version": 99}', "the only version"),
+        ('{"schema_version": 99}', "a version from 1 to 2"),
     ],
 )
 def test_no_plan_at_all(text: str, words: str):
