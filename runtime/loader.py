@@ -1,4 +1,4 @@
-"""Find what a command line names: ``file.py:function``, ``package.module:function``, a preset."""
+"""Find what a command line names: a function of a file or a module, a configuration, a preset."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar import presets
 from autopar.errors import InputError
+from autopar.runtime import hf
 
 _FORMS = "file.py:function or package.module:function"
 
@@ -71,10 +72,10 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
     """Call the function that `target` names and check what it returns.
 
     Args:
-        target: The name of a preset (`autopar.presets`), or see `load_object`; the function takes
-            no arguments and returns ``(model, args, kwargs)`` or a dict with ``model`` and
-            optionally ``args``, ``kwargs``, ``loss_fn``.
-        batch: Samples of the call of a preset.
+        target: The name of a preset (`autopar.presets`), a Hugging Face ``config.json``, or see
+            `load_object`; the function takes no arguments and returns ``(model, args, kwargs)`` or
+            a dict with ``model`` and optionally ``args``, ``kwargs``, ``loss_fn``.
+        batch: Samples of the call of a preset or a configuration.
         seq: Tokens of each.
 
     Raises:
@@ -85,14 +86,18 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
             raise InputError(f"{name} {value}", expected="a whole number from 1")
     if target in presets.PRESETS:
         return as_loaded_model(presets.build(target, batch=batch, seq=seq), target)
+    if hf.is_config(target):
+        return as_loaded_model(hf.build(target, batch=batch, seq=seq), target)
+    if ":" not in target:
+        raise InputError(
+            f"cannot read {target!r}",
+            expected=f"{_FORMS}, a Hugging Face config.json, or a preset {presets.similar(target)}",
+            fix="`autopar models` lists the presets",
+        )
     if batch is not None or seq is not None:
         raise InputError(
             f"a batch or a sequence length is given for {target}, which is no preset",
             expected="a preset, or a function that makes inputs of the sizes wanted",
-        )
-    if ":" not in target:
-        raise InputError(
-            f"cannot read {target!r}", expected=f"{_FORMS}, or a preset {presets.similar(target)}"
         )
     function = load_object(target)
     if not callable(function):
@@ -103,7 +108,7 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
         raise InputError(
             f"{target} failed: {type(error).__name__}: {error}",
             expected="a function without arguments",
-            where=_raised_at(error),
+            where=_raised_at(error, _file_of(function)),
         ) from error
     return as_loaded_model(result, target)
 
@@ -166,7 +171,8 @@ def load_file_as(path: Path, name: str) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise InputError(
-            f"importing {path} failed: {type(error).__name__}: {error}", where=_raised_at(error)
+            f"importing {path} failed: {type(error).__name__}: {error}",
+            where=_raised_at(error, str(path)),
         ) from error
     return module
 
@@ -205,10 +211,19 @@ def _load_module(name: str) -> ModuleType:
         ) from error
 
 
-def _raised_at(error: BaseException) -> str | None:
-    trace = error.__traceback__
-    if trace is None:
-        return None
-    while trace.tb_next is not None:
+def _file_of(function: object) -> str | None:
+    code = getattr(function, "__code__", None)
+    return None if code is None else str(code.co_filename)
+
+
+def _raised_at(error: BaseException, file: str | None = None) -> str | None:
+    """The line that raised: the last one in `file`, if the error passed through it."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    trace, found, mine = error.__traceback__, None, None
+    while trace is not None:
+        found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        if file is not None and Path(trace.tb_frame.f_code.co_filename) == Path(file):
+            mine = found
         trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+    return mine or found

@@ -16,10 +16,13 @@ from autopar.errors import AutoparError
 COMMANDS = {
     "quickstart": "plan, verify and train a small GPT on real text on local CPU ranks",
     "plan": "choose how to shard a model over a cluster",
+    "check": "say whether a configuration of another framework fits, and what to change first",
+    "models": "list the models that can be named",
     "show": "print a plan",
     "lint": "report everything that is wrong with a plan file",
     "diff": "compare two plans",
     "reprice": "predict a plan anew: another cluster, batch or sequence length",
+    "export": "write a plan as configuration of DeepSpeed, Megatron, torchtitan, ... or as PyTorch",
     "verify": "run sharded on local ranks beside one device, and compare everything",
     "dryrun": "execute ranks of a plan without their devices, and report what they hold",
     "run": "start a script on several local ranks",

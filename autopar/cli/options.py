@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
+from autopar.imports.read import resolve
 from autopar.plan.extras import POLICIES, split_text
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.sharding.mesh import Mesh
@@ -22,7 +23,8 @@ STEERING = ("cluster", "mesh", "strategy", "constraints", *EXTRAS)
 """Options of `add_choices`."""
 MODEL_HELP = (
     "file.py:function or package.module:function; the function returns (model, args, kwargs) or a "
-    "dict with model, args, kwargs and loss_fn; or a preset such as gpt3-175b"
+    "dict with model, args, kwargs and loss_fn; or a Hugging Face config.json; or a preset such as "
+    "gpt3-175b (`autopar models` lists them)"
 )
 
 
@@ -45,7 +47,8 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--constraints",
         metavar="FILE",
-        help="JSON or YAML file, or JSON text: factor to mesh axis",
+        help="factor to mesh axis, as JSON text or in a JSON or YAML file; or a configuration of"
+        " DeepSpeed (JSON), Megatron-LM (script), torchtitan (TOML) or Accelerate (YAML)",
     )
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help="compute the batch in M parts, one by one"
@@ -94,7 +97,7 @@ def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any
     assert not isinstance(kept, str)
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     if options.cluster:
-        cluster = _read_cluster(options.cluster)
+        cluster = read_cluster(options.cluster)
         if mesh is not None:
             mesh.check_world_size(cluster.num_devices)
     return mesh, kept or {}
@@ -131,16 +134,16 @@ def read_choices(options: argparse.Namespace) -> tuple[Mesh, str | dict[str, Any
     if options.strategy and options.constraints:
         raise InputError("--strategy and --constraints are both given", expected="one of them")
     constraints = options.strategy
-    if options.constraints:
-        constraints = _read_constraints(options.constraints)
-    constraints = _with_extras(constraints, options)
-    cluster = _read_cluster(options.cluster) if options.cluster else None
-    if not options.mesh:
-        count = cluster.num_devices if cluster else DEFAULT_RANKS
-        return default_mesh(strategy_name(constraints), count), constraints
-    mesh = Mesh.parse(options.mesh)
-    if cluster is not None:
+    cluster = read_cluster(options.cluster) if options.cluster else None
+    mesh = Mesh.parse(options.mesh) if options.mesh else None
+    if mesh is not None and cluster is not None:
         mesh.check_world_size(cluster.num_devices)
+    if options.constraints:
+        constraints, mesh = _read_constraints(options, mesh, cluster)
+    constraints = _with_extras(constraints, options)
+    if mesh is None:
+        count = cluster.num_devices if cluster else DEFAULT_RANKS
+        mesh = default_mesh(strategy_name(constraints), count)
     return mesh, constraints
 
 
@@ -168,7 +171,12 @@ def _with_extras(
     return {**(constraints or {}), **given}
 
 
-def _read_cluster(text: str) -> ClusterSpec:
+def read_cluster(text: str) -> ClusterSpec:
+    """The cluster that ``--cluster`` names: a file, or text such as ``8x8xH100-SXM``.
+
+    Raises:
+        ClusterError: If it is neither.
+    """
     if text.endswith((".yaml", ".yml", ".json")):
         return ClusterSpec.load(text)
     return ClusterSpec.parse(text)
@@ -186,28 +194,31 @@ def check_writable(path: str) -> None:
         raise InputError(f"output {path!r} {what}", expected="a file in an existing folder")
 
 
-def _read_constraints(text: str) -> dict[str, Any]:
-    where = "--constraints"
-    try:
-        if text.lstrip().startswith("{"):
-            value = json.loads(text)
-        else:
-            where = text
-            content = Path(text).read_text(encoding="utf-8")
-            if text.endswith((".yaml", ".yml")):
-                import yaml
+def _read_constraints(
+    options: argparse.Namespace, mesh: Mesh | None, cluster: ClusterSpec | None
+) -> tuple[dict[str, Any], Mesh | None]:
+    """What ``--constraints`` says, JSON text or a file, and the mesh that the file asks for.
 
-                value = yaml.safe_load(content)
-            else:
-                value = json.loads(content)
-    except OSError as error:
-        raise InputError(f"cannot read constraints {text!r}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"constraints are no JSON: {error}", where=where) from None
+    What a framework's configuration says beside that is printed.
+    """
+    text = options.constraints
+    if not text.lstrip().startswith("{"):
+        found = resolve(
+            Path(text), mesh, cluster.num_devices if cluster else None,
+            batch=getattr(options, "global_batch_size", None),
+        )  # fmt: skip
+        for note in found.notes:
+            print(f"note: {note}", file=sys.stderr)
+        assert isinstance(found.constraints, dict)
+        return found.constraints, found.mesh
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"constraints are no JSON: {error}", where="--constraints") from None
     if not isinstance(value, dict):
         raise InputError(
             f"constraints are a {type(value).__name__}",
             expected='an object such as {"heads": "tp", "batch": "dp"}',
-            where=where,
+            where="--constraints",
         )
-    return value
+    return value, mesh

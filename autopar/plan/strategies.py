@@ -32,6 +32,9 @@ STANDARD = (*MODEL, "batch", "seq", "hidden", "channels")
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "megatron", "megatron_sp", "2d")
 
+_BY_NAME: Mapping[str, tuple[str, ...]] = {"cp": ("seq",), "ep": ("experts", "batch")}
+"""What mesh axes of these names (context, experts) split under every named strategy."""
+
 _DATA = frozenset({"batch", "seq"})
 """Factors that no parameter has."""
 
@@ -103,9 +106,12 @@ def _mesh(**axes: int) -> Mesh:
 def _named(strategy: str, mesh: Mesh) -> Constraints:
     batch = ("batch",)
     order: list[tuple[str, tuple[str, ...]]] = []
-    tensor = [name for name in mesh.names if name not in ("dp", "batch", "replica")]
+    data = ("dp", "batch", "replica", *_BY_NAME)
+    tensor = [name for name in mesh.names if name not in data]
     for name in mesh.names:
-        if strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") or name not in tensor:
+        if name in _BY_NAME:
+            order.append((name, _BY_NAME[name]))
+        elif strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3") or name not in tensor:
             order.append((name, batch))
         elif strategy == "megatron":
             order.append((name, MODEL))

@@ -19,10 +19,10 @@ LEVELS = (
     {"graph"},
     {"trace", "sharding", "schedules"},
     {"plan"},
-    {"cost_models"},
+    {"cost_models", "imports"},
     {"search", "runtime"},
     {"planning"},
-    {"api", "export", "report"},
+    {"api", "check", "export", "report"},
     {"cli"},
     {"__main__"},
 )
@@ -31,7 +31,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FORBIDDEN = {("runtime", "cost_models"), ("runtime", "search")}
 WITHOUT_TORCH = {
     "errors", "registry", "units", "graph", "sharding", "schedules", "plan", "cost_models",
-    "search", "report", "export", "cli",
+    "search", "report", "export", "imports", "check", "cli",
 }  # fmt: skip
 
 HEAVY = {"torch", "numpy", "networkx", "ortools", "rich", "yaml"}

@@ -89,6 +89,31 @@ def test_a_file_that_fails_names_its_line(tmp_path):
     assert caught.value.where == f"{file}:2"
 
 
+def test_errors_name_the_line_of_the_users_file(tmp_path):
+    """Not the line of the library in which the error was raised in the end."""
+    file = tmp_path / "fails_in_torch.py"
+    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(-3, 2)\n")
+    with pytest.raises(InputError) as caught:
+        load_model(f"{file}:build")
+    assert caught.value.where == f"{file}:3"
+    at_import = tmp_path / "fails_in_torch_at_import.py"
+    at_import.write_text("import torch\nlayer = torch.nn.Linear(-3, 2)\n")
+    with pytest.raises(InputError) as caught:
+        load_object(f"{at_import}:build")
+    assert caught.value.where == f"{at_import}:2"
+    broken = tmp_path / "is_no_python.py"
+    broken.write_text("x = 1\ndef build(:\n")
+    with pytest.raises(InputError, match="SyntaxError") as caught:
+        load_object(f"{broken}:build")
+    assert caught.value.where == f"{broken}:2"
+
+
+def test_unknown_presets_are_answered_with_similar_ones():
+    with pytest.raises(InputError, match="llama3-70b") as caught:
+        load_model("lama3-70b")
+    assert caught.value.fix is not None and "autopar models" in caught.value.fix
+
+
 MODEL = torch.nn.Linear(2, 2)
 
 

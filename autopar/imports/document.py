@@ -1,0 +1,264 @@
+"""Nested configuration files with the line of every key, which know what of them was read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from autopar.errors import InputError
+from autopar.imports.imported import Remark
+
+Path = tuple[str, ...]
+MOST_TABLES = 10_000
+AUTO = "auto"
+"""What DeepSpeed and Hugging Face write for "decided elsewhere"."""
+
+
+def at_line(where: str, line: int | None) -> str:
+    """``file:line``, or the file where the line is not known."""
+    return where if line is None else f"{where}:{line}"
+
+
+@dataclass(slots=True)
+class Document:
+    """A nested document.
+
+    Attributes:
+        data: The parsed file.
+        where: Its name.
+        line_of: Line of a key, None if it is not known.
+        seen: Keys that were read.
+    """
+
+    data: Mapping[str, Any]
+    where: str
+    line_of: Callable[[Path], int | None]
+    seen: set[Path] = field(default_factory=set)
+
+    def raw(self, *path: str) -> Any:
+        """What stands at `path`, None if nothing does; the key counts as read."""
+        value: Any = self.data
+        for key in path:
+            if not isinstance(value, Mapping) or key not in value:
+                return None
+            value = value[key]
+        self.seen.add(path)
+        return value
+
+    def number(self, *path: str, least: int = 1) -> int | None:
+        """A whole number; None where the file leaves it to others.
+
+        Raises:
+            InputError: If it is something else, or too small.
+        """
+        value = self.raw(*path)
+        if value is None or value == AUTO:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int or value < least:
+            raise self.wrong(path, value, f"a whole number from {least}")
+        return value
+
+    def flag(self, *path: str) -> bool | None:
+        """True or false; None where the file leaves it to others.
+
+        Raises:
+            InputError: If it is something else.
+        """
+        value = self.raw(*path)
+        if value is None or value == AUTO:
+            return None
+        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
+            return value.lower() in ("true", "yes")
+        if not isinstance(value, bool):
+            raise self.wrong(path, value, "true or false")
+        return value
+
+    def text(self, *path: str, known: tuple[str, ...] = ()) -> str | None:
+        """A word, in lower case if it must be one of some; None where the file has none.
+
+        Raises:
+            InputError: If it is something else.
+        """
+        value = self.raw(*path)
+        if value is None or value == AUTO:
+            return None
+        if not isinstance(value, str) or (known and value.lower() not in known):
+            raise self.wrong(path, value, "one of " + ", ".join(known) if known else "a word")
+        return value.lower() if known else value
+
+    def wrong(self, path: Path, value: object, expected: str) -> InputError:
+        """The error that says what is wrong with a key, and on which line."""
+        shown = json.dumps(value, default=str)
+        if len(shown) > 60:
+            shown = shown[:57] + "..."
+        return InputError(
+            f"{'.'.join(path)} is {shown}",
+            expected=expected,
+            where=at_line(self.where, self.line_of(path)),
+        )
+
+    def remarks(
+        self, meanings: Mapping[str, str], irrelevant: tuple[str, ...]
+    ) -> tuple[tuple[Remark, ...], tuple[str, ...]]:
+        """What was not read: what it means, and what does not matter to a plan.
+
+        Args:
+            meanings: Patterns over dotted keys, and what the keys do.
+            irrelevant: Patterns over keys that say nothing about a plan.
+
+        Returns:
+            Remarks, and the keys that do not matter.
+        """
+        found: list[Remark] = []
+        ignored: list[str] = []
+        for path, value in _leaves(self.data):
+            name = ".".join(path)
+            if path in self.seen or _is_off(value):
+                continue
+            if any(fnmatch(name, pattern) for pattern in irrelevant):
+                ignored.append(name)
+                continue
+            meaning = next((m for pattern, m in meanings.items() if fnmatch(name, pattern)), None)
+            found.append(
+                Remark(
+                    name=name, value=str(value), line=self.line_of(path),
+                    meaning=meaning or UNKNOWN,
+                )
+            )  # fmt: skip
+        return tuple(found), tuple(ignored)
+
+
+UNKNOWN = "not known here: nothing was made of it"
+
+
+def _is_off(value: object) -> bool:
+    return value in (None, False, "none", "None", "no", "disabled", AUTO, "") or value in ([], {})
+
+
+def _leaves(data: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key)), value
+
+
+def parse_json(text: str, where: str) -> Document:
+    """A JSON object.
+
+    Raises:
+        InputError: If the text is none; names the line.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise InputError("the file is nested too deeply", where=where) from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"the file is no JSON: {error.msg}", where=at_line(where, error.lineno)
+        ) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"the file is no JSON: {error}", where=where) from None
+    return _document(data, where, lambda path: _json_line(text, path))
+
+
+def _json_line(text: str, path: Path) -> int | None:
+    """Line of a key: each part is looked for behind the part before it."""
+    place = 0
+    for part in path:
+        match = re.compile(re.escape(json.dumps(part)) + r"\s*:").search(text, place)
+        if match is None:
+            return None
+        place = match.end()
+    return text.count("\n", 0, place) + 1
+
+
+def parse_toml(text: str, where: str) -> Document:
+    """A TOML table.
+
+    Raises:
+        InputError: If the text is none; names the line where TOML's parser does.
+    """
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        raise InputError(
+            f"the file is no TOML: {error}", where=at_line(where, int(line[1]) if line else None)
+        ) from None
+    return _document(data, where, lambda path: _toml_line(text, path))
+
+
+def _toml_line(text: str, path: Path) -> int | None:
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        head = re.match(r"\s*\[([^\[\]]+)\]", line)
+        if head:
+            table = head[1].strip()
+        key = re.match(r'\s*"?([\w.-]+)"?\s*=', line)
+        if key and ".".join(filter(None, (table, key[1]))) == ".".join(path):
+            return number
+    return None
+
+
+def parse_yaml(text: str, where: str) -> Document:
+    """A YAML mapping; keys become words.
+
+    Raises:
+        InputError: If the text is none; names the line.
+    """
+    import yaml
+
+    lines: dict[Path, int] = {}
+    noted: set[int] = set()
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except RecursionError:
+        raise InputError("the file is nested too deeply", where=where) from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        raise InputError(
+            f"the file is no YAML: {getattr(error, 'problem', None) or error}",
+            where=at_line(where, mark.line + 1 if mark is not None else None),
+        ) from None
+
+    def note(item: Any, path: Path) -> None:
+        if isinstance(item, yaml.MappingNode) and id(item) not in noted:
+            noted.add(id(item))
+            for key, value in item.value:
+                below = (*path, str(key.value))
+                lines[below] = key.start_mark.line + 1
+                note(value, below)
+
+    note(node, ())
+    return _document(data, where, lines.get)
+
+
+def _document(data: object, where: str, line_of: Callable[[Path], int | None]) -> Document:
+    if not isinstance(data, dict):
+        raise InputError(
+            f"the file holds a {type(data).__name__}", expected="keys and values", where=where
+        )
+    count = itertools.count()
+
+    def words(part: Mapping[Any, Any]) -> dict[str, Any]:
+        if next(count) > MOST_TABLES:  # aliases of YAML can stand for any number of them
+            raise InputError(f"the file has more than {MOST_TABLES:,} tables", where=where)
+        return {
+            str(key): words(value) if isinstance(value, Mapping) else value
+            for key, value in part.items()
+        }
+
+    try:
+        return Document(words(data), where, line_of)
+    except RecursionError:
+        raise InputError("the file is nested too deeply", where=where) from None
