@@ -17,6 +17,7 @@ from autopar.plan.microbatch import (
     choose_in_time,
     has_time,
     microbatch_notes,
+    place_in_time,
 )
 from autopar.plan.parts import PipelinePlan, check_pipeline, check_zero
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
@@ -99,13 +100,12 @@ def place_graph(
     factors = factors or infer_factors(graph)
     check_factor_names(constraints, factors.names())
     fine, owner = fine_axes(mesh, constraints.pipeline)
-    choices = choose_in_time(graph, factors, fine, owner, constraints)
+    sharded = place_in_time(graph, factors, fine, owner, constraints)
     if plan is not None and plan.overrides:
-        choices = _choices_from_overrides(graph, factors, fine, choices, plan)
-    sharded = shard_graph(graph, factors, fine, choices)
+        choices = _choices_from_overrides(graph, factors, fine, sharded.choices, plan)
+        sharded = shard_graph(graph, factors, fine, choices)
     if constraints.storage or has_time(sharded):
-        stored = _storage(sharded, owner, constraints.storage)
-        sharded = shard_graph(graph, factors, fine, choices, stored)
+        sharded = sharded.stored(_storage(sharded, owner, constraints.storage))
     check_microbatches(sharded)
     return sharded
 

@@ -65,9 +65,16 @@ def choose_in_time(
         owner: User axis of every sub-axis.
         constraints: What each axis splits.
     """
+    return place_in_time(graph, factors, fine, owner, constraints).choices
+
+
+def place_in_time(
+    graph: Graph, factors: Factors, fine: Mesh, owner: tuple[str, ...], constraints: Constraints
+) -> ShardedGraph:
+    """The graph under the choices of `choose_in_time`, parameters stored as they are used."""
     choices = assign(graph, factors, fine, owner, constraints)
     if owner[:1] != (MICROBATCH,):
-        return choices
+        return shard_graph(graph, factors, fine, choices)
     free = input_only(graph)
     makers = {value.name: i for i in free for value in graph.nodes[i].outputs}
     whole: set[int] = set()
@@ -79,7 +86,7 @@ def choose_in_time(
             if step.kind not in _HARMLESS and name in makers and makers[name] not in whole
         ]
         if not queue:
-            return choices
+            return sharded
         while queue:
             index = queue.pop()
             if index not in whole:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.graph.ir import Graph
 from autopar.sharding.choices import CallPlacement, Choices, fits, place_call
@@ -49,6 +50,10 @@ class ShardedGraph:
             )
         return found
 
+    def stored(self, storage: dict[str, Placements]) -> ShardedGraph:
+        """The same with parameters held otherwise, by value name."""
+        return replace(self, inputs=_inputs(self.graph, self.mesh, self.calls, storage))
+
 
 def replicated(mesh: Mesh) -> Pair:
     """The pair of a value that every rank holds whole, with a whole gradient."""
@@ -83,6 +88,20 @@ def shard_graph(
             assert fits(picked, mesh.shape), f"{node.name}: a unit is split too often"
             known[key] = place_call(node, rule, picked)
         calls.append(known[key])
+    return ShardedGraph(
+        graph=graph,
+        factors=factors,
+        mesh=mesh,
+        choices=choices,
+        calls=tuple(calls),
+        inputs=_inputs(graph, mesh, calls, storage or {}),
+    )
+
+
+def _inputs(
+    graph: Graph, mesh: Mesh, calls: Sequence[CallPlacement], storage: dict[str, Placements]
+) -> dict[str, Pair]:
+    """How the graph's inputs are held; parameters as `storage` says, else as their uses agree."""
     uses: dict[str, list[Pair]] = {}
     for node, call in zip(graph.nodes, calls, strict=True):
         for name, pair in zip(node.operands, call.operands, strict=True):
@@ -91,13 +110,11 @@ def shard_graph(
     for item in graph.inputs:
         name = item.value.name
         if item.kind == "parameter":
-            wanted = (storage or {}).get(name)
+            wanted = storage.get(name)
             inputs[name] = _storage(uses.get(name, []), mesh, item.value.spec.shape, wanted)
         else:
             inputs[name] = replicated(mesh)
-    return ShardedGraph(
-        graph=graph, factors=factors, mesh=mesh, choices=choices, calls=tuple(calls), inputs=inputs
-    )
+    return inputs
 
 
 def _storage(
