@@ -15,6 +15,8 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Software
 from autopar.runtime.loader import load_model
@@ -36,6 +38,7 @@ class Published:
         batch: Samples of a step, that of the preset if None.
         seq: Tokens of a sample, those of the preset if None.
         stack: Software by which it is priced.
+        half: Whether it computes in float16, on devices that have no bfloat16.
         said: What the source says of its speed.
     """
 
@@ -47,6 +50,7 @@ class Published:
     batch: int | None = None
     seq: int | None = None
     stack: str = "autopar"
+    half: bool = False
     said: str = "no time published"
 
 
@@ -97,6 +101,7 @@ CASES = (
         model="resnet50",
         cluster="1x8xV100-SXM2-16",
         batch=2048,
+        half=True,
         source="arXiv 1706.02677: data parallelism, 256 images per GPU",
         kept=_mesh(1, 8, 1, "", zero=0),
     ),
@@ -106,6 +111,7 @@ CASES = (
         cluster="2x8xV100-SXM2-16",
         batch=1024,
         seq=1024,
+        half=True,
         source=_ALPA,
         kept=_mesh(2, 2, 4, "megatron", microbatches=64),
         said="60.0 TFLOP/s per GPU",
@@ -116,6 +122,7 @@ CASES = (
         cluster="1x4xV100-SXM2-16",
         batch=1024,
         seq=1024,
+        half=True,
         source=_ALPA,
         kept=_mesh(2, 2, 1, "", microbatches=128),
         said="58.2 TFLOP/s per GPU",
@@ -134,6 +141,11 @@ def text_of(outcome: Outcome) -> str:
 def compare(case: Published, limit_s: float) -> None:
     """Print both plans of a case."""
     loaded = load_model(case.model, batch=case.batch, seq=case.seq)
+    if case.half:
+        loaded.model.half()
+        for value in (*loaded.args, *loaded.kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value.data = value.half()
     traced = trace(loaded.model, loaded.args, dict(loaded.kwargs), loaded.loss_fn)
     cluster = ClusterSpec.parse(case.cluster)
     software = Software.of(cluster.hardware(0), stack=case.stack)
