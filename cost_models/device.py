@@ -196,12 +196,21 @@ class Device:
         Raises:
             ClusterError: If the format is unknown.
         """
+        return self.peak_flops_per_s[self.computes_in(number)[1]]
+
+    def computes_in(self, number: str) -> tuple[str, str]:
+        """A number format, by its short name, and the one in which the device computes it.
+
+        Raises:
+            ClusterError: If the format is unknown.
+        """
         wanted = number.removeprefix("torch.")
         wanted = _DTYPES.get(wanted, "fp8" if wanted.startswith("float8") else wanted)
         if wanted not in _WIDER:
             raise ClusterError(
                 f"unknown number format {number!r}", expected="one of " + ", ".join(_WIDER)
             )
-        while wanted not in self.peak_flops_per_s:
-            wanted = _WIDER[wanted]
-        return self.peak_flops_per_s[wanted]
+        found = wanted
+        while found not in self.peak_flops_per_s:
+            found = _WIDER[found]
+        return wanted, found

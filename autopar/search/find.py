@@ -29,6 +29,7 @@ LIMITS_S = {"normal": 60.0, "high": 180.0}
 """Seconds after which a search stops anyway, by effort."""
 SMALL = 64
 """Devices up to which a search of normal effort improves the best plan op by op."""
+HALVES = frozenset(("bfloat16", "float16"))
 FIXABLE = ("microbatches", "schedule", "chunks", "zero", "recompute")
 """Constraints beside a mesh that a search takes and chooses the rest."""
 
@@ -157,7 +158,10 @@ def find(
         raise explain_infeasible(problem, result)
     candidate = result.best.candidate
     plan, sharded = finish(
-        problem, candidate, infer_factors(graph), (*notes, certificate_note(result))
+        problem,
+        candidate,
+        infer_factors(graph),
+        (*notes, *format_notes(graph, cluster), certificate_note(result)),
     )
     return Found(
         plan=plan,
@@ -169,6 +173,29 @@ def find(
 
 
 _UNKNOWN_BYTES = 2**60
+
+
+def format_notes(graph: Graph, cluster: ClusterSpec) -> tuple[str, ...]:
+    """What people should know of number formats that devices lack.
+
+    Args:
+        graph: The model.
+        cluster: The devices.
+    """
+    dtypes = sorted({item.value.spec.dtype for item in graph.parameters()} & HALVES)
+    devices = {group.hardware.name: group.hardware for group in cluster.groups}
+    found = []
+    for dtype in dtypes:
+        for name, device in devices.items():
+            wanted, used = device.computes_in(dtype)
+            if used != wanted and device.kind != "cpu":
+                rates = device.peak_flops_per_s
+                best = max((key for key in rates if key != "fp8"), key=lambda key: rates[key])
+                found.append(
+                    f"{name} has no {dtype}: products run at {rates[used] / 1e12:.4g} TFLOP/s, the"
+                    f" rate of {used}; cast the model to {best} for {rates[best] / 1e12:.4g}"
+                )
+    return tuple(found)
 
 
 def _allowed(

@@ -9,8 +9,11 @@ import pytest
 
 import autopar
 from autopar.cli.main import main
+from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import PlanError
+from autopar.graph.ir import Graph, Input, TensorSpec, Value
 from autopar.plan.plan import Plan
+from autopar.search.find import format_notes
 
 MODEL = """
 import torch
@@ -117,3 +120,15 @@ def test_what_else_could_be_is_searched_too(model: str, capsys: pytest.CaptureFi
         "twice the bandwidth inside of nodes", "16 GiB more per device",
     ]  # fmt: skip
     assert sum("% of the memory" in line for line in lines) >= 1
+
+
+def test_a_format_that_devices_lack_is_named():
+    parameter = Input(
+        value=Value(name="w", spec=TensorSpec(shape=(2,), dtype="bfloat16")),
+        kind="parameter",
+        target="w",
+    )
+    graph = Graph(inputs=(parameter,), nodes=(), outputs=())
+    (note,) = format_notes(graph, ClusterSpec.parse("2x8xV100+1x8xA100"))
+    assert "V100-SXM2-32 has no bfloat16" in note and "cast the model to fp16" in note
+    assert not format_notes(graph, ClusterSpec.parse("8xA100"))
