@@ -17,6 +17,7 @@ from autopar.cost_models.evaluate import Evaluator, Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
 from autopar.cost_models.forecast import cluster_of, forecast_of
 from autopar.errors import InputError, PlanError
+from autopar.imports.read import resolve
 from autopar.plan.adapt import adapt
 from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
@@ -138,7 +139,9 @@ def compile(
             "tp", "batch": "dp"}``. Either may say more, as text (``"megatron,microbatches=8,
             schedule=1f1b,zero=1,recompute=selective"``) or as further keys of the map:
             ``microbatches``, ``schedule``, ``chunks``, ``zero``, ``recompute``, ``cuts``,
-            ``update_every``, ``vertical_sync``.
+            ``update_every``, ``vertical_sync``. Or a file with such a map, or with a configuration
+            of DeepSpeed, Megatron-LM, torchtitan or Accelerate (``"deepspeed.json"``); what a plan
+            cannot hold of it is among the plan's notes.
         plan: A plan or plan file to carry out instead.
         strict: Refuse ops without a sharding rule instead of replicating them.
         seed: Seed of dropout and of the initialisation of meta models.
@@ -167,6 +170,7 @@ def compile(
     spec = _cluster(cluster)
     if spec is not None:
         Mesh((("cluster", spec.num_devices),)).check_world_size(comm.world_size)
+    given = resolve(constraints, _mesh(mesh), spec.num_devices if spec else comm.world_size)
     compiled = CompiledModel(
         model,
         comm,
@@ -174,15 +178,15 @@ def compile(
             loss_fn=loss_fn,
             optimizer=optimizer,
             optimizer_options=optimizer_options,
-            mesh=_mesh(mesh),
-            constraints=constraints,
+            mesh=given.mesh,
+            constraints=given.constraints,
             plan=_plan(plan),
             strict=strict,
             seed=seed,
             check_finite=check_finite,
             planner=None
             if plan is not None
-            else planner(comm, spec, _mesh(mesh), constraints, optimizer),
+            else planner(comm, spec, given, optimizer, strict=strict),
         ),
     )
     if example_inputs is not None or example_kwargs is not None:
@@ -234,7 +238,8 @@ def search(
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec = _cluster(cluster)
     assert spec is not None
-    kept = kept_by_search(spec, constraints)
+    given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True)
+    kept = kept_by_search(spec, given.constraints)
     if kept is None:
         raise PlanError(
             "the constraints name a strategy or say what axes split, and leave nothing to search",
@@ -245,7 +250,8 @@ def search(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
         on_progress=on_progress,
     )  # fmt: skip
-    return find_plan(traced, spec, _mesh(mesh), kept, optimizer, request)
+    traced = replace(traced, notes=(*traced.notes, *given.notes))
+    return find_plan(traced, spec, given.mesh, kept, optimizer, request)
 
 
 def plan(
@@ -308,6 +314,9 @@ def plan_and_predict(
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
+    given = resolve(constraints, axes, spec.num_devices if spec else None)
+    axes, constraints = given.mesh, given.constraints
+    traced = replace(traced, notes=(*traced.notes, *given.notes))
     kept = kept_by_search(spec, constraints)
     if kept is not None and traced.loss is not None:
         spec = spec or ClusterSpec.local(axes.size if axes is not None else 1)

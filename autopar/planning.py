@@ -8,6 +8,8 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import AutoparError, PlanError
+from autopar.imports.read import Resolved
+from autopar.plan.build import make_plan
 from autopar.plan.extras import split_text
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Communicator
@@ -35,14 +37,19 @@ def kept_by_search(
 def planner(
     comm: Communicator,
     cluster: ClusterSpec | None,
-    mesh: Mesh | None,
-    constraints: str | Mapping[str, object] | None,
+    given: Resolved,
     optimizer: object,
+    *,
+    strict: bool = False,
 ) -> Callable[[Traced], Plan] | None:
-    """How ranks agree on a plan that is searched for; None if it is made in another way."""
-    kept = kept_by_search(cluster, constraints)
+    """How ranks agree on a plan that is searched for, or comes from a framework's configuration.
+
+    Returns:
+        What makes the plan; None if it is made from constraints alone.
+    """
+    kept, mesh = kept_by_search(cluster, given.constraints), given.mesh
     if kept is None:
-        return None
+        return _as_configured(given, strict) if given.notes else None
 
     def search_once(traced: Traced) -> Plan:
         spec = cluster or ClusterSpec.local(comm.world_size)
@@ -59,6 +66,18 @@ def planner(
         return Plan.from_json(value)
 
     return search_once
+
+
+def _as_configured(given: Resolved, strict: bool) -> Callable[[Traced], Plan]:
+    """Make the plan that a configuration asks for, with what it cannot hold among its notes."""
+    assert given.mesh is not None, given
+    mesh = given.mesh
+
+    def make(traced: Traced) -> Plan:
+        notes = (*traced.notes, *given.notes)
+        return make_plan(traced.graph, mesh, given.constraints, strict=strict, notes=notes)[0]
+
+    return make
 
 
 def find_plan(

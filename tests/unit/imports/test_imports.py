@@ -249,3 +249,19 @@ def test_constraints_of_files():
         resolve(str(CONFIGS / "accelerate_context.yaml"), None, 8, search=True)
     with pytest.raises(InputError, match="how many devices"):
         resolve(str(CONFIGS / "deepspeed_zero3.json"), None, None)
+
+
+def test_a_file_as_constraints_of_a_plan():
+    import torch
+
+    import autopar
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    batch = (torch.ones(16, 8),)
+    file = str(CONFIGS / "deepspeed_zero3.json")
+    plan = autopar.plan(
+        model, "4xcpu", batch, constraints=file, loss_fn=lambda out, x: out.square().mean()
+    )
+    assert plan.mesh == (("dp", 4),) and plan.zero.stage == 3
+    assert any("offload_param" in note for note in plan.notes)
+    assert plan.pipeline.microbatches == 1
