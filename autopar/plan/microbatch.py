@@ -43,12 +43,14 @@ def _steps(have: Pair, want: Pair, gradient: bool) -> Iterator[Step]:
 def _uses(sharded: ShardedGraph) -> Iterator[tuple[int, str, Step]]:
     """Node, operand and step of every step along the axis in time."""
     pairs = sharded.pairs()
-    known: dict[tuple[Pair, Pair, bool], tuple[Step, ...]] = {}
+    # By identity, since alike calls share their pairs, and these are slow to compare.
+    known: dict[tuple[int, int, bool], tuple[Step, ...]] = {}
     for index, (node, call) in enumerate(zip(sharded.graph.nodes, sharded.calls, strict=True)):
         for name, want in zip(node.operands, call.operands, strict=True):
-            key = (pairs[name], want, sharded.graph.spec(name).requires_grad)
+            have, trained = pairs[name], sharded.graph.spec(name).requires_grad
+            key = (id(have), id(want), trained)
             if key not in known:
-                known[key] = tuple(_steps(*key))
+                known[key] = tuple(_steps(have, want, trained))
             for step in known[key]:
                 yield index, name, step
 
