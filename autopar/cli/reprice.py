@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from autopar.runtime.loader import load_model
 
     sizes = (options.global_batch_size, options.seq_len)
-    if plan.forecast is not None:
+    if plan.forecast is not None and ":" not in options.model:  # functions have sizes of their own
         known = (plan.forecast.global_batch_size, plan.forecast.sequence_length)
         sizes = (sizes[0] or known[0], sizes[1] or known[1])
     loaded = load_model(options.model, batch=sizes[0], seq=sizes[1])

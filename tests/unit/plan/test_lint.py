@@ -55,7 +55,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("order.0.1", ["bach"], "$.order[0][1][0]", "batch"),
     ("storage", ["zp"], "$.storage[0]", "one of dp"),
     ("unheard_of", 1, "$.unheard_of", "one of the fields"),
-    ("pipeline.schedul", 1, "$.pipeline.schedul", "one of the fields"),
+    ("pipeline.scheduled", 1, "$.pipeline.scheduled", "one of the fields"),
     ("pipeline.schedule", "1f1bb", "$.pipeline.schedule", "1f1b"),
     ("pipeline.chunks", 3, "$.pipeline.chunks", "1"),
     ("pipeline.microbatches", 3, "$.pipeline.microbatches", "a divisor of 16"),
