@@ -22,7 +22,6 @@ from autopar.schedules.actions import (
     Schedule,
 )
 from autopar.schedules.communicate import add_communication
-from autopar.schedules.deliveries import Deliveries
 from autopar.schedules.make import make_schedule
 
 AHEAD = 2
@@ -134,6 +133,8 @@ def _events(
 
 def walk_actions(schedule: Schedule, rank: int) -> Iterator[Event]:
     """Events of a pipeline rank of a schedule with messages."""
+    from autopar.schedules.deliveries import Deliveries  # numpy: not for those who only look
+
     actions = schedule.actions[rank]
     deliveries = Deliveries(schedule, rank)
     upcoming = deque(action for action in actions if action.kind in RECEIVES)

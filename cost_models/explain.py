@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from autopar.cost_models.evaluate import Prediction, RankCost
 from autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from autopar.cost_models.evaluate import Prediction, RankCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,24 +8,18 @@ made of its schedule in milliseconds, without the model.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from autopar.cost_models.cluster import ClusterSpec, NodeGroup, Tier
 from autopar.cost_models.evaluate import Evaluator, Prediction, devices_of
 from autopar.cost_models.events import schedule_of
 from autopar.cost_models.explain import time_tree
 from autopar.cost_models.layout import Layout
-from autopar.cost_models.memory_forecast import (
-    MemoryOverTime,
-    current,
-    memory_over_time,
-    note_memory,
-)
+from autopar.cost_models.memory_forecast import note_memory
 from autopar.cost_models.model_hash import COST_MODEL_VERSION, cluster_hash, cost_model_hash
-from autopar.cost_models.simulate import Task, Timeline
+from autopar.cost_models.simulate import Task
 from autopar.cost_models.stages import stage_models
 from autopar.cost_models.timing import Timing
-from autopar.errors import PlanError
 from autopar.plan.fingerprint import choices_digest
 from autopar.plan.forecast import (
     ClusterForecast,
@@ -40,11 +34,6 @@ from autopar.plan.forecast import (
 )
 from autopar.plan.microbatch import batch_sizes
 from autopar.plan.plan import Plan
-
-__all__ = [
-    "MemoryOverTime", "cluster_of", "describe_cluster", "forecast_of", "memory_over_time",
-    "timeline_of", "timing_of",
-]  # fmt: skip
 
 
 def forecast_of(
@@ -278,56 +267,3 @@ def _timing(timing: Timing) -> TimingForecast:
         slowdown=timing.slowdown,
         factor=timing.factor,
     )
-
-
-def timing_of(plan: Plan) -> Timing:
-    """What the simulator was told of a plan.
-
-    Raises:
-        PlanError: If the plan has no forecast, or one of other choices.
-    """
-    found = current(plan).timing
-    return Timing(
-        tasks={
-            (stage, item.kind, item.last): Task(
-                compute_s=item.compute_s,
-                inline_s=item.inline_s,
-                beside_s=item.beside_s,
-                parts=item.parts,
-                joins=item.joins,
-            )
-            for item in found.tasks
-            for stage in item.stages
-        },
-        messages={
-            (source, target, item.kind): item.seconds_s
-            for item in found.messages
-            for source, target in item.pairs
-        },
-        edges=frozenset(found.edges),
-        gradient_edges=frozenset(found.gradient_edges),
-        slowdown=found.slowdown,
-        factor=found.factor,
-    )
-
-
-def timeline_of(plan: Plan) -> Timeline:
-    """When everything in a step of a plan happens: exactly what its prediction said.
-
-    Raises:
-        PlanError: If the plan has no forecast, or one of other choices, or one that lacks an
-            action of its schedule.
-    """
-    timing, schedule = timing_of(plan), schedule_of(plan)
-    try:
-        return timing.timeline(schedule)
-    except KeyError as error:
-        raise PlanError(
-            f"the plan's predictions lack {_named(error.args[0])}",
-            fix="run `autopar reprice` with the model",
-            where="plan: $.forecast.timing",
-        ) from None
-
-
-def _named(key: Iterable[object]) -> str:
-    return "the action " + " ".join(map(str, key))

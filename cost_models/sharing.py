@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from autopar.cost_models.device import Machine
-from autopar.cost_models.pricing import ProgramCost, StageCost
 from autopar.cost_models.simulate import Event, Split, Timeline
+
+if TYPE_CHECKING:
+    from autopar.cost_models.device import Machine
+    from autopar.cost_models.pricing import ProgramCost, StageCost
 
 
 def idle_cores_factor(timeline: Timeline, node: Machine, ranks: int) -> float:

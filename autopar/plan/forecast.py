@@ -1,7 +1,8 @@
 """What a plan file says besides its choices: what they take, how good they are, what else was met.
 
 Everything here was predicted when the plan was made; nothing of it steers how the plan is carried
-out. `autopar.cost_models.forecast` makes it, and makes timelines and memory over time from it.
+out. `autopar.cost_models.forecast` makes it, and `autopar.cost_models.replay` makes timelines and
+memory over time from it.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from autopar.cost_models.forecast import (
     cluster_of,
     describe_cluster,
     forecast_of,
-    memory_over_time,
-    timeline_of,
 )
 from autopar.cost_models.live import KINDS
 from autopar.cost_models.memory import rank_memory
+from autopar.cost_models.replay import memory_over_time, timeline_of
 from autopar.cost_models.stages import stage_models
 from autopar.errors import PlanError
 from autopar.plan.build import make_plan
