@@ -26,8 +26,7 @@ _TASKS: Mapping[str, tuple[str, ...]] = {
     "AutoModelForTokenClassification": ("ForTokenClassification",),
     "AutoModelForImageClassification": ("ForImageClassification",),
 }
-"""Auto classes, and how the names of their architectures end; in the order in which a model
-without a head is given one."""
+"""Auto classes, and how the names of their architectures end."""
 
 
 def is_config(target: str) -> bool:
@@ -120,7 +119,12 @@ def _auto_class(transformers: Any, config: Any, architectures: object) -> str | 
                 return auto
         if not named.endswith("Model"):
             return None
-    for auto in _TASKS:
+    order = list(_TASKS)
+    if getattr(config, "is_encoder_decoder", False):
+        order.insert(0, "AutoModelForSeq2SeqLM")
+    elif not getattr(config, "is_decoder", False):  # BERT can be a decoder, and seldom is
+        order.insert(0, "AutoModelForMaskedLM")
+    for auto in order:
         if type(config) in getattr(transformers, auto)._model_mapping:
             return auto
     return None
