@@ -36,6 +36,8 @@ def export_fsdp2(plan: Plan) -> Exported:
     facts = work.facts
     stages = _stages(work)
     schedule, chunks = _schedule(work) if stages else ("", 1)
+    if stages and chunks != plan.pipeline.chunks:
+        stages = _stages(work, chunks)
     mesh, degrees = _mesh(work, bool(stages))
     mode = _mode(work, degrees, bool(stages))
     styles, vocabulary = styles_of(work)
@@ -55,7 +57,7 @@ def export_fsdp2(plan: Plan) -> Exported:
         reshard=facts.zero == 3,
         late=facts.zero == 1,
         layers=work.layers.pattern if work.layers.count else "",
-        stages=stages if chunks == plan.pipeline.chunks else _stages(work, chunks),
+        stages=stages,
         schedule=schedule,
         chunks=chunks,
         fold=schedule == _SCHEDULES["zbv"],

@@ -98,6 +98,8 @@ class Part(nn.Module):
                 module = model.get_submodule(name)
                 early = number < index and isinstance(module, nn.Embedding)
                 model.set_submodule(name, Unread(module) if early else Skipped())
+        for name in unlisted(model) if index + 1 < len(STAGES) else ():
+            model.set_submodule(name, Skipped())
         if index > 0:
             first = model.get_submodule(STAGES[index][0])
             first.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -119,6 +121,17 @@ class Part(nn.Module):
         except Leave as left:
             return left.args[0]
         return loss_of(output, self.loss_fn, inputs)
+
+
+def unlisted(model):
+    """Modules that `STAGES` leaves out: output layers whose weight is that of an embedding."""
+    listed = [name for names in STAGES for name in names]
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and not any(f"{name}.".startswith(f"{other}.") for other in listed)
+    ]
 
 
 def swap(kwargs, value):
@@ -238,11 +251,11 @@ def shared_parameters(parts, ties, holder):
 
 
 def stage_of(name):
-    """The stage that holds a parameter."""
+    """The stage that holds a parameter; the last one has what `STAGES` leaves out."""
     for number, modules in enumerate(STAGES):
         if any(name.startswith(f"{module}.") for module in modules):
             return number
-    raise KeyError(name)
+    return len(STAGES) - 1
 '''
 
 MAIN = """
