@@ -34,7 +34,7 @@ from autopar.search.stage_cut import (
     least_bottleneck,
     most_even,
 )
-from autopar.search.states import held_bytes
+from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
 
 Floats = NDArray[np.float64]
@@ -56,7 +56,7 @@ class _Totals:
         chain: The same of the units that follow one another in any case.
         slope: Seconds of forward of the first units, over those of forward and backward, at least;
         offset: but for so many seconds.
-        saved_bytes: Of the option with least.
+        saved_bytes: Of the options with least.
         held: Of all weights, of those that are trained, and of optimizer state.
         trained_each: Of each parameter that is trained.
     """
@@ -80,11 +80,13 @@ class Bounds(Candidates):
     _uniform_room: float | None = None
     _extra: dict[object, float] = field(default_factory=dict)
     _edges: dict[Point, Edges | None] = field(default_factory=dict)
+    _leans: dict[Point, float] = field(default_factory=dict)
+    _longs: dict[object, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Candidates.__post_init__(self)
         if self.problem.cluster.is_uniform:
-            self._uniform_room = self.problem.room_bytes(self.problem.device)
+            self._uniform_room = self.room(self.problem.device)
 
     # Level 0: the whole model over the ranks
 
@@ -114,7 +116,7 @@ class Bounds(Candidates):
             chain=each[..., self.main].sum(axis=-1, keepdims=True),
             slope=slope,
             offset=float(np.max(slope * both - start, initial=0.0)),
-            saved_bytes=float(table.saved_bytes.sum(axis=-1).min()),
+            saved_bytes=float(table.saved_bytes.min(axis=0).sum()),
             held=(float(weight.sum()), float(trained.sum()), float(state.sum())),
             trained_each=trained,
         )
@@ -188,7 +190,7 @@ class Bounds(Candidates):
         """Memory for tensors on all ranks of a pipeline."""
         if self._uniform_room is not None:
             return point.pipeline * self._uniform_room
-        return sum(map(self.problem.room_bytes, self.problem.devices(point)))
+        return sum(map(self.room, self.problem.devices(point)))
 
     def held(self, point: Point, totals: _Totals, zero: int) -> float:
         """Bytes of parameters, gradients and optimizer state of the whole model on a pipeline."""
@@ -247,17 +249,15 @@ class Bounds(Candidates):
         devices, under_way = problem.devices(point), self.under_way(point)
         planned = [0.0] * point.pipeline
         for stage, rank in enumerate(schedule_of(point.plan()).stage_ranks):
-            intervals = stages.each[stage]
-            k, filled = cut.chosen[stage], stages.filled[stage]
-            low, high = intervals.saved[filled.low[k], k], intervals.saved[filled.high[k], k]
-            share = filled.upgraded[k] / max(intervals.layers[k], 1.0)
-            saved = low + share * (high - low)
-            planned[rank] += float(intervals.static[k] + under_way[stage] * saved)
+            intervals, filled = stages.each[stage], stages.filled[stage]
+            k = np.array([cut.chosen[stage]])
+            _, saved = intervals.mixed(filled.low[k], filled.high[k], filled.upgraded[k], k)
+            planned[rank] += float((intervals.static[k] + under_way[stage] * saved)[0])
         found = []
         for rank, key in enumerate(self._extra_keys(point)):
             device = devices[rank]
             over = outcome.rank_over_bytes[rank] / problem.reserved_factor(device)
-            found.append(max(0.0, problem.room_bytes(device) + over - planned[rank]))
+            found.append(max(0.0, self.room(device) + over - planned[rank]))
             self._extra[key] = max(self._extra.get(key, 0.0), found[-1])
         return tuple(found)
 
@@ -274,29 +274,47 @@ class Bounds(Candidates):
         """
         if point.schedule != "1f1b":
             free = self.fixed(point, None, lightest=True)
-            return (
-                math.inf
-                if free is None
-                else self._worked(point, *free, self._chain(point)) * self.sharing()
-            )
+            found = math.inf if free is None else self._worked(point, *free, self.chain(point))
+            return min(found, self.lean(point)) * self.sharing()
         stages = self.stages(point, None, relaxed=True, lightest=True, limit=limit)
         if stages is None:
             return math.inf
-        found = self._any_cut(point, stages, self._chain(point)) * self.sharing()
-        return max(found, limit) if math.isinf(found) and math.isfinite(limit) else found
+        found = self._any_cut(point, stages, self.chain(point)) * self.sharing()
+        return self._known_to(point, stages, found, limit)
+
+    def _known_to(self, point: Point, stages: Stages, found: float, limit: float) -> float:
+        """A bound, given that slower candidates than a limit, and long ones, were left out."""
+        if math.isinf(found) and math.isfinite(limit) and stages.possible():
+            found = limit
+        longest = self.longest(point)
+        return found if longest is None else min(found, self._long(point, longest))
+
+    def _long(self, point: Point, longest: int) -> float:
+        """Seconds of a step at least if a stage has more than so many units."""
+        key = (self.problem.alike(point), longest, point.microbatches)
+        if key not in self._longs:
+            table = self.fastest_table(point, self.devices(point))
+            assert table is not None
+            start = np.arange(self.problem.units.count - longest)
+            sums = ranges(table.seconds[-1], start, start + longest + 1)
+            speed = self.problem.software.speed
+            work = kernel_seconds(sums[0], speed) + kernel_seconds(sums[1] + sums[2], speed)
+            least = float(work.min(initial=np.inf))
+            self._longs[key] = point.microbatches * least * self.sharing()
+        return self._longs[key]
 
     def _any_cut(self, point: Point, stages: Stages, chain: Chain) -> float:
         """Seconds that the best cut takes at least, looking at one stage at a time."""
-        return least_bottleneck(stages.intervals, self._costs(point, stages, chain))[0]
+        return least_bottleneck(stages.intervals, self.costs(point, stages, chain))[0]
 
     def tight(self, point: Point, stages: Stages) -> Cut | None:
         """The cut of the least bound, looking at one stage at a time."""
-        costs = self._costs(point, stages, self._chain(point))
+        costs = self.costs(point, stages, self.chain(point))
         weights = [item.forward_s + item.backward_s for item in stages.filled]
         least, _ = least_bottleneck(stages.intervals, costs)
         return cheapest_sum(stages.intervals, costs, weights, least * (1 + 1e-12))
 
-    def _costs(self, point: Point, stages: Stages, chain: Chain) -> list[Floats]:
+    def costs(self, point: Point, stages: Stages, chain: Chain) -> list[Floats]:
         """Bounds of a step by each stage and candidate for it."""
         count, whole = point.num_stages, not SCHEDULES[point.schedule].splits_backward
         return [
@@ -332,24 +350,50 @@ class Bounds(Candidates):
             known = {size: wires.seconds(stage, stage + 1, int(size)) for size in np.unique(sizes)}
             return np.array([known[size] for size in sizes])
 
-        chain = self._chain(point, stages, wires)
+        chain = self.chain(point, stages, wires)
         found = least_chain(stages.each, stages.filled, chain, message_s, limit / sharing)
-        return found * sharing
+        return self._known_to(point, stages, found * sharing, limit)
 
     def _of_fixed(self, point: Point, limit: float) -> float:
         """The same of a point with one cut."""
         fixed, sharing = self.fixed(point, None), self.sharing()
+        lean = self.lean(point)
         if fixed is None:
-            return math.inf
+            return lean * sharing
         stages, cut = fixed
         wires = self.problem.wires(point)
-        chain = self._chain(point, stages, wires)
+        chain = self.chain(point, stages, wires)
         found = self._worked(point, stages, cut, chain)
         small = point.microbatches * point.num_stages <= SIMULATED
         if small and found < limit / sharing:
             speed, each = self.problem.software.speed, self._programs(point, stages)
             found = max(found, planned_s(point, each, stages.filled, cut, chain, wires, speed))
-        return found * sharing
+        return min(found, lean) * sharing
+
+    def lean(self, point: Point) -> float:
+        """Seconds of a step of any cut at least if stages keep as little as they can.
+
+        Where the even cut does not fit, that of least memory is the plan of a point whose ranks
+        have one stage each.
+        """
+        group = replace(point, zero=0, data_outside=False)
+        if group not in self._leans:
+            self._leans[group] = self._lean(group) if point.chunks == 1 else math.inf
+        return self._leans[group]
+
+    def _lean(self, point: Point) -> float:
+        stages = self.stages(point, None, relaxed=True, lightest=True)
+        if stages is None:
+            return math.inf
+        filled = []
+        for mine, item in zip(stages.each, stages.filled, strict=True):
+            _, low, high = mine.leanest()
+            sums, _ = mine.mixed(low, high, mine.layers, np.arange(len(low)))
+            forward, backward = durations(sums, self.problem.software.speed)
+            fits = np.isfinite(item.forward_s)
+            forward = np.where(fits, forward, np.inf)
+            filled.append(replace(item, forward_s=forward, backward_s=backward))
+        return self._any_cut(point, replace(stages, filled=filled), self.chain(point))
 
     def _worked(self, point: Point, stages: Stages, cut: Cut, chain: Chain) -> float:
         """Seconds of a step of given stages, at least: each rank does all programs of its own.
@@ -423,7 +467,7 @@ class Bounds(Candidates):
                 found[device.name] = self.intervals(point, table, only=edges)
         return [found[devices[rank].name] for rank in schedule_of(point.plan()).stage_ranks]
 
-    def _chain(
+    def chain(
         self, point: Point, stages: Stages | None = None, wires: Wires | None = None
     ) -> Chain:
         """What bounds need to know of a step."""

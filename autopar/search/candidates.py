@@ -17,13 +17,24 @@ from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
 from autopar.search.problem import Problem
 from autopar.search.space import Point
-from autopar.search.stage_cut import LONG, Filled, Intervals, fill_all, kernel_seconds
+from autopar.search.stage_cut import (
+    LONG,
+    Filled,
+    Intervals,
+    fill_all,
+    kernel_seconds,
+    least_bottleneck,
+)
 from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Edges = tuple[tuple[int, int], ...]
+
+
+MANY = 40
+"""Of more units than this, stages that are too long to be worth a look are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +44,27 @@ class Stages:
     Attributes:
         each: For every stage the candidates as they are on its device.
         filled: For every stage what each of them can keep there.
+        room_bytes: Of every stage, for all memory.
+        under_way: See `Candidates.under_way`.
     """
 
     each: list[Intervals]
     filled: list[Filled]
+    room_bytes: Floats
+    under_way: Floats
 
     @property
     def intervals(self) -> Intervals:
         """The candidates, as far as they do not depend on the device."""
         return self.each[0]
+
+    def possible(self) -> bool:
+        """Whether there is memory for some cut, however slow."""
+        costs = [
+            np.where(mine.static + live * mine.leanest()[0] <= room, 0.0, np.inf)
+            for mine, live, room in zip(self.each, self.under_way, self.room_bytes, strict=True)
+        ]
+        return math.isfinite(least_bottleneck(self.intervals, costs)[0])
 
 
 _NOTHING = Filled(
@@ -58,22 +81,33 @@ class Candidates:
         problem: The problem.
         exchange: What moves over the data axis.
         main: See `main_units`.
+        given_bytes: Of inputs, constants and buffers.
     """
 
     problem: Problem
     exchange: Exchange = field(init=False)
     main: NDArray[np.bool_] = field(init=False)
+    given_bytes: int = field(init=False)
     _under_way: dict[object, list[float]] = field(default_factory=dict)
     _chains: dict[object, tuple[tuple[Floats, Floats], Floats, Ints]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.problem)
         self.main = main_units(self.problem.units, self.problem.loss)
+        self.given_bytes = sum(
+            item.value.spec.size_bytes
+            for item in self.problem.graph.inputs
+            if item.kind in ("input", "constant", "buffer")
+        )
 
     def sharing(self) -> float:
         """Least factor on seconds because of ranks that share cores and wait."""
         node = self.problem.cluster.hardware(0).node
         return min(1.0, node.cores / node.devices) if node.cores > 0 else 1.0
+
+    def room(self, device: Device) -> float:
+        """Memory on a device for what is divided: inputs and buffers lie whole on every rank."""
+        return self.problem.room_bytes(device) - self.given_bytes
 
     def devices(self, point: Point, *, anywhere: bool = False) -> tuple[Device, ...]:
         """The different devices of a point."""
@@ -146,12 +180,17 @@ class Candidates:
         late = trained / (point.data if point.zero >= 2 else 1) * (point.microbatches == 1)
         bandwidth = max(map(update_bandwidth, self.devices(point)))
         update_s = updated * speed.update_passes / bandwidth
+        sums, saved = moved.put(ranges(table.seconds, start, stop)), table.saved_bytes
+        layer_sums, layer_saved = self._layers(table, block >= 0, start, stop)
         return Intervals(
             start=start,
             stop=stop,
-            sums=moved.put(ranges(table.seconds, start, stop)),
-            saved=ranges(table.saved_bytes, start, stop),
+            sums=sums,
+            saved=ranges(saved, start, stop),
+            working=table.working_bytes[:, stop - 1] if point.schedule == "1f1b" else None,
             layers=inside,
+            layer_sums=layer_sums,
+            layer_saved=layer_saved,
             alike=same == inside,
             static=held_bytes(held, trained, state, point.zero, point.data) - late,
             tail_s=update_s + moved.returned,
@@ -161,9 +200,23 @@ class Candidates:
             num_units=count,
         )
 
+    def _layers(
+        self, table: UnitTable, layer: NDArray[np.bool_], start: Ints, stop: Ints
+    ) -> tuple[Floats, Floats] | tuple[None, None]:
+        """Sums over the layers of intervals; None if other units are the same under all options."""
+        others = table.seconds[..., ~layer], table.saved_bytes[:, ~layer]
+        if all((values == values[:1]).all() for values in others):
+            return None, None
+        return (
+            ranges(table.seconds * layer, start, stop),
+            ranges(table.saved_bytes * layer, start, stop),
+        )
+
     def longest(self, point: Point) -> int | None:
         """Most units of a stage that is worth a look."""
-        if point.num_stages == 1:
+        if point.num_stages == 1 or self.problem.units.count <= MANY:
+            return None
+        if not self.problem.cluster.is_uniform:  # the fastest devices may have most of the model
             return None
         return max(8, math.ceil(LONG * self.problem.units.count / point.num_stages))
 
@@ -191,8 +244,8 @@ class Candidates:
         devices = problem.devices(point)
         places = np.array(schedule_of(point.plan()).stage_ranks)
         under_way = np.array(self.under_way(point))
-        room = np.array([problem.room_bytes(device) for device in devices])
-        room = (room - np.array(over or (0.0,) * len(devices)))[places] / point.chunks
+        room = np.array([self.room(device) for device in devices])[places] / point.chunks
+        beyond = np.array(over or (0.0,) * len(devices))[places] / point.chunks
         by_device: dict[str, Intervals] = {}
         filled: list[Filled] = [_NOTHING] * point.num_stages
         for device in {device.name: device for device in devices}.values():
@@ -208,17 +261,18 @@ class Candidates:
                 looked_at = np.eye(len(only), dtype=bool)[mine]
             rows = np.arange(len(mine))
             if looked_at is None:  # chunks of a rank are alike
-                keys = np.stack([under_way[mine], room[mine]])
+                keys = np.stack([under_way[mine], room[mine], beyond[mine]])
                 _, mine_of, rows = np.unique(keys, axis=1, return_index=True, return_inverse=True)
             else:
                 mine_of = rows
             made = fill_all(
                 intervals, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
-                relaxed=relaxed, looked_at=looked_at,
+                relaxed=relaxed, looked_at=looked_at, over_bytes=beyond[mine][mine_of],
             )  # fmt: skip
             for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
                 filled[stage] = made[row]
-        return Stages([by_device[devices[rank].name] for rank in places], filled)
+        each = [by_device[devices[rank].name] for rank in places]
+        return Stages(each, filled, room - beyond, under_way)
 
     def _window(
         self, point: Point, intervals: Intervals, stages: Ints, limit: float

@@ -179,7 +179,7 @@ def least_chain(
     least, tables = least_bottleneck(same, costs)
     if count == 1 or least >= limit:
         return least
-    back = _least_from_behind(same, costs)
+    back = least_from_behind(same, costs)
     kept = []
     for stage, cost in enumerate(costs):
         reach = np.maximum(tables[stage][same.start], back[stage + 1][same.stop])
@@ -201,7 +201,7 @@ def least_chain(
     return min(limit, float(value.min(initial=np.inf)))
 
 
-def _least_from_behind(intervals: Intervals, costs: list[Floats]) -> list[Floats]:
+def least_from_behind(intervals: Intervals, costs: list[Floats]) -> list[Floats]:
     """For every stage and unit the least maximum of costs of the stages from there on."""
     best = np.full(intervals.num_units + 1, np.inf)
     best[-1] = 0.0

@@ -2,7 +2,8 @@
 
 Every point passes bounds that are each tighter and dearer than the one before
 (`autopar.search.bounds`): from the largest microbatch; from its own table, over the ranks; of the
-best cut with every stage as fast as its memory allows; the evaluated plan itself. The point with
+best cut with every stage as fast as its memory allows; the evaluated plan itself, and others of
+the point as long as they may be better (`autopar.search.closing`). The point with
 the least bound is looked at first, so that the bounds of all that were never looked at prove how
 good the answer is.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
+from autopar.search.closing import close
 from autopar.search.polish import leanest, polished
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.refine import refine
@@ -27,9 +29,9 @@ from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottlen
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
-SURE = 0.8
-"""Share of the memory beyond static and saved tensors, which the evaluated plan of a point has
-shown, that all its other plans are taken to need."""
+CLOSED, FEW_UNITS = 3000, 40
+"""Plans, over the units of a model, that are evaluated to close what is left of a gap; none of
+models of more units."""
 FEW = 4
 """With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
@@ -59,6 +61,8 @@ class _State:
     gap: float = 0.0
     floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
     counter: int = 0
+    spare: int = 0  # plans that may be evaluated to close gaps
+    deadline_s: float = math.inf
     looks: int = 0  # since a plan was priced out of order
 
     @property
@@ -96,27 +100,51 @@ class _State:
                 self.evaluate(found, point)  # what there is to beat gets better early
             else:
                 self.push(found, 3, point)
-        else:
+        elif level == 3:
             self.evaluate(bound, point)
+        else:
+            self.close(bound, point)
 
     def evaluate(self, bound: float, point: Point) -> None:
         """Price the best plan of a point, and see how much better another one could be."""
         self.tried.add(point)
-        outcome, over = best_candidate(self.problem, self.bounds, point)
-        if outcome is None:
-            self.pruned[LEVELS[4]] += 1
-            return
+        outcome, _ = best_candidate(self.problem, self.bounds, point)
+        plain = False
+        if outcome is not None:
+            self.take(outcome)
+            kept = len(self.problem.policies) - 1
+            plain = {*outcome.candidate.low, *outcome.candidate.high} == {kept}
+        if point.schedule != "1f1b" or (point.pipeline == 1 and plain):
+            # There is no other plan, or none faster.
+            self.settle(outcome.step_s if outcome is not None else math.inf)
+        elif bound >= self.limit or self.spare <= 0:
+            self.settle(bound)
+        else:
+            heapq.heappush(self.open, (bound, 4, self.counter, point))
+            self.counter += 1
+
+    def close(self, bound: float, point: Point) -> None:
+        """Look at the other plans of a point, while there are not too many."""
+        found = close(
+            self.bounds, point, self.limit, self.spare,
+            lambda: time.monotonic() > self.deadline_s,
+        )  # fmt: skip
+        self.spare -= found.evaluated
+        if found.best is not None:
+            self.take(found.best)
+        self.settle(max(bound, found.bound_s))
+
+    def take(self, outcome: Outcome) -> None:
+        """Note a plan that fits."""
         self.found.append(outcome)
         if self.best is None or outcome.step_s < self.best.step_s:
             self.best = outcome
-        kept = len(self.problem.policies) - 1
-        plain = {*outcome.candidate.low, *outcome.candidate.high} == {kept}
-        if point.schedule != "1f1b" or (point.pipeline == 1 and plain):
-            self.floor = min(self.floor, outcome.step_s)  # there is no other plan, or none faster
-            return
-        surely = tuple(SURE * beyond for beyond in over)
-        tighter = self.bounds.cut(point, outcome.step_s, surely) if any(surely) else bound
-        self.floor = min(self.floor, max(bound, min(tighter, outcome.step_s)))
+
+    def settle(self, bound: float) -> None:
+        """Note the last bound of a point; infinite if it has no plan."""
+        self.floor = min(self.floor, bound)
+        if math.isinf(bound):
+            self.pruned[LEVELS[4]] += 1
 
     def line(self, bound: float) -> str:
         """What is going on."""
@@ -142,7 +170,9 @@ def search(
         on_progress: Called with a line about what is going on.
     """
     begun = time.monotonic()
-    state = _State(problem, Bounds(problem), gap=gap)
+    state = _State(problem, Bounds(problem), gap=gap, deadline_s=begun + time_limit_s)
+    if problem.units.count <= FEW_UNITS:
+        state.spare = CLOSED // problem.units.count
     groups = list(problem.space.groups())
     state.bounds.know_largest(groups)
     first = {group: state.bounds.scaled(group, lightest=True) for group in groups}

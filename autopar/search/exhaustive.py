@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 
 from autopar.search.bounds import Bounds
+from autopar.search.closing import mixes_of
 from autopar.search.exact import best_candidate, describe_space
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.result import Certificate, SearchResult
@@ -59,7 +60,7 @@ def candidates(problem: Problem, point: Point) -> Iterator[Candidate]:
         return
     for edges in combinations(range(1, problem.units.count), point.pipeline - 1):
         bounds = (0, *edges, problem.units.count)
-        mixes = [_mixes(problem, low, high) for low, high in pairwise(bounds)]
+        mixes = [mixes_of(problem, low, high) for low, high in pairwise(bounds)]
         for mix in product(*mixes):
             yield Candidate(
                 point=point,
@@ -68,32 +69,3 @@ def candidates(problem: Problem, point: Point) -> Iterator[Candidate]:
                 high=tuple(item[1] for item in mix),
                 upgraded=tuple(item[2] for item in mix),
             )
-
-
-def _mixes(problem: Problem, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """All (low, high, upgraded) of a stage that differ in what is computed again."""
-    layers = [problem.units.block[unit] >= 0 for unit in range(start, stop)]
-    options = range(len(problem.policies))
-    mixes = [(option, option, 0) for option in options]
-    mixes += [
-        (low, high, count)
-        for low, high in product(options, options)
-        if low != high
-        for count in range(1, sum(layers) + 1)
-    ]
-    found: dict[object, tuple[int, int, int]] = {}
-    for low, high, count in mixes:
-        left, again = count, []
-        for unit, layer in zip(range(start, stop), layers, strict=True):
-            option = high if layer and left > 0 else low
-            left -= layer and left > 0
-            again.append(_computed_again(problem, unit, option))
-        found.setdefault(tuple(again), (low, high, count))
-    return list(found.values())
-
-
-def _computed_again(problem: Problem, unit: int, option: int) -> frozenset[str]:
-    """Names of the nodes of a unit that backward computes again."""
-    nodes = problem.graph.nodes
-    names = {nodes[index].name for index in problem.units.nodes[unit]}
-    return frozenset(names & problem.policies[option])

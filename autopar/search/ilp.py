@@ -112,9 +112,9 @@ def columns(
     found = []
     for stage, rank in enumerate(schedule_of(point.plan()).stage_ranks):
         mine = stages.each[stage]
-        room = problem.room_bytes(devices[rank]) - extra[rank]
+        room = bounds.room(devices[rank])
         for mix_of in _mixes(len(problem.policies), int(mine.layers.max())):
-            found += _columns(mine, stage, mix_of, under_way[stage], room, problem)
+            found += _columns(mine, stage, mix_of, under_way[stage], room, extra[rank], problem)
     return found
 
 
@@ -133,15 +133,19 @@ def _columns(
     mix: tuple[int, int, int],
     under_way: float,
     room: float,
+    extra: float,
     problem: Problem,
 ) -> list[Column]:
     low, high, count = mix
-    share = np.minimum(count / np.maximum(mine.layers, 1.0), 1.0)
-    saved = mine.saved[low] + share * (mine.saved[high] - mine.saved[low])
-    fits = (mine.static + under_way * saved <= room) & (mine.layers >= count)
+    k = np.arange(len(mine.start))
+    sums, saved = mine.mixed(
+        np.full(k.shape, low), np.full(k.shape, high), np.minimum(count, mine.layers), k
+    )
+    working = 0.0 if mine.working is None else mine.working[[low, high]].min(axis=0)
+    beside = np.maximum(extra, working)
+    fits = (mine.static + under_way * saved + beside <= room) & (mine.layers >= count)
     if low != high:
         fits &= mine.alike
-    sums = mine.sums[low] + share * (mine.sums[high] - mine.sums[low])
     forward, backward = durations(sums, problem.software.speed)
     return [
         Column(

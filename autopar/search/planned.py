@@ -94,10 +94,11 @@ def _tasks(
     intervals: Intervals, filled: Filled, k: int, speed: Speed
 ) -> dict[tuple[str, bool], Task]:
     """What the programs of a stage take, the last of a step and others."""
-    low, high = filled.low[k], filled.high[k]
-    share = filled.upgraded[k] / max(intervals.layers[k], 1.0)
-    sums = intervals.sums[low, ..., k] * (1 - share) + intervals.sums[high, ..., k] * share
+    at = slice(k, k + 1)
+    mixed, _ = intervals.mixed(filled.low[at], filled.high[at], filled.upgraded[at], np.array([k]))
+    sums = mixed[..., 0]
     found: dict[tuple[str, bool], Task] = {}
+    full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[k : k + 1]
     for kind, phases in PHASES.items():
         parts: Floats = np.sum([sums[phase] for phase in phases], axis=0)[:, None]
         joined = float(program_seconds(parts, speed)[0])
@@ -106,8 +107,13 @@ def _tasks(
             sync_s = np.array([0.0 if kind == "I" else intervals.sync_s[k]])
             alone = float(kernel_seconds(parts, speed)[0] + (1 - speed.overlap) * sync_s[0])
             each = sums[list(phases)][..., None]
-            full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[k : k + 1]
             late = float(ending_seconds(each, sync_s, speed, full)[0])
             found[kind, True] = Task(compute_s=alone, beside_s=late - alone)
+    # In a stage some of W may be part of I, for whose end others wait: both take at least what
+    # one program would.
+    for last in (False, True):
+        alone = max(0.0, found["B", last].compute_s - found["I", last].compute_s)
+        hidden = speed.overlap * (sums[2, 2] + intervals.sync_s[k]) if last else 0.0
+        found["W", last] = Task(compute_s=alone, beside_s=max(0.0, float(hidden) - alone))
     found["UPDATE", False] = found["UPDATE", True] = Task(compute_s=float(intervals.tail_s[k]))
     return found

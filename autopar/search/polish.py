@@ -13,9 +13,10 @@ import numpy as np
 
 from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import Bounds
+from autopar.search.candidates import Stages
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.space import Point
-from autopar.search.stage_cut import cheapest_sum, least_bottleneck
+from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck
 
 ROUNDS = 6
 """Times that the leanest cut is looked for again with what evaluation says of memory."""
@@ -36,11 +37,11 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
         return None
     under_way, chunks = bounds.under_way(point), point.chunks
     places = schedule_of(point.plan()).stage_ranks
-    rooms = [problem.room_bytes(device) for device in problem.devices(point)]
+    rooms = [bounds.room(device) for device in problem.devices(point)]
     # Where there is no room for anything, bytes themselves are compared.
     sizes = rooms if min(rooms) > 0 else [1.0] * len(rooms)
     planned = [
-        mine.static + live * mine.saved.min(axis=0)
+        mine.static + live * mine.leanest()[0]
         for mine, live in zip(stages.each, under_way, strict=True)
     ]
     best: Outcome | None = None
@@ -55,19 +56,7 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
         if cut is None or cut.chosen in tried:
             break
         tried.add(cut.chosen)
-        options = tuple(
-            int(mine.saved[:, k].argmin())
-            for mine, k in zip(stages.each, cut.chosen, strict=True)
-        )  # fmt: skip
-        outcome = problem.outcome(
-            Candidate(
-                point=point,
-                edges=tuple(int(stages.intervals.start[k]) for k in cut.chosen[1:]),
-                low=options,
-                high=options,
-                upgraded=(0,) * point.num_stages,
-            )
-        )
+        outcome = problem.outcome(_lean(point, stages, cut))
         if outcome is None:
             break
         if best is None or outcome.over_bytes < best.over_bytes:
@@ -84,6 +73,23 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
             held = rooms[rank] + over / problem.reserved_factor(devices[rank])
             extra[rank] = max(extra[rank], held - mine)
     return best
+
+
+def _lean(point: Point, stages: Stages, cut: Cut) -> Candidate:
+    """The plan of a cut that saves least."""
+    low, high, upgraded = [], [], []
+    for mine, k in zip(stages.each, cut.chosen, strict=True):
+        _, others, layers = mine.leanest()
+        low.append(int(others[k]))
+        high.append(int(layers[k]) if mine.layers[k] else low[-1])
+        upgraded.append(int(mine.layers[k]) * (low[-1] != high[-1]))
+    return Candidate(
+        point=point,
+        edges=tuple(int(stages.intervals.start[k]) for k in cut.chosen[1:]),
+        low=tuple(low),
+        high=tuple(high),
+        upgraded=tuple(upgraded),
+    )
 
 
 def polished(problem: Problem, outcome: Outcome) -> Outcome:

@@ -91,6 +91,7 @@ class _Known:
     tables: dict[object, UnitTable | None] = field(default_factory=dict)
     prices: dict[object, Prices] = field(default_factory=dict)
     wires: dict[object, Wires] = field(default_factory=dict)
+    devices: dict[object, tuple[Device, ...]] = field(default_factory=dict)
     outcomes: dict[Candidate, Outcome | None] = field(default_factory=dict)
     evaluated: int = 0
 
@@ -209,8 +210,11 @@ class Problem:
         """The slowest device at every place of the pipeline."""
         if self.cluster.is_uniform:
             return (self.device,) * point.pipeline
-        plan = point.plan()
-        return devices_of(self.cluster, plan, schedule_of(plan))
+        key = (point.mesh, point.pipeline)
+        if key not in self._known.devices:
+            plan = point.plan()
+            self._known.devices[key] = devices_of(self.cluster, plan, schedule_of(plan))
+        return self._known.devices[key]
 
     def capacity_bytes(self, device: Device) -> int:
         """Memory for everything on a device."""
@@ -258,7 +262,9 @@ class Problem:
         over the batch inside of the model (batch norm) and for shards of unequal sizes.
         """
         data, microbatches, batch = point.data, point.microbatches, self.space.batch
-        if not self.exact_data and batch % (data * microbatches) == 0:
+        # A rank's own samples are cut out of the batch at no cost, those of a microbatch are not.
+        alike = not self.exact_data and microbatches > 1
+        if alike and batch % (data * microbatches) == 0:
             data, microbatches = 1, data * microbatches
         return Point(data=data, tensor=point.tensor, role=point.role, microbatches=microbatches)
 

@@ -32,7 +32,10 @@ class Intervals:
         sums: Sums of `UnitTable.seconds`, shape (options, phases, parts, K).
         saved: Bytes of saved memory of a microbatch, shape (options, K).
         layers: Units that may differ in what is computed again, shape (K,).
+        layer_sums: What of `sums` is theirs; None if the rest does not depend on the option.
+        layer_saved: What of `saved` is theirs.
         alike: Whether these are copies of one block, shape (K,).
+        working: Bytes that the first backward holds beside, when it begins, shape (options, K).
         static: Bytes that are there at all times, shape (K,).
         tail_s: Seconds of what follows the last backward and its collectives, shape (K,).
         sync_s: Seconds of collectives that the last backward starts, shape (K,).
@@ -53,9 +56,50 @@ class Intervals:
     edge_bytes: Floats
     full_buckets: Floats | float = 0.0
     num_units: int
+    layer_sums: Floats | None = None
+    layer_saved: Floats | None = None
+    working: Floats | None = None
     _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
     _alone: list[Floats] = field(default_factory=list)
     _ending: list[Floats] = field(default_factory=list)
+    _lean: list[tuple[Floats, Ints, Ints]] = field(default_factory=list)
+
+    @property
+    def layered(self) -> tuple[Floats, Floats]:
+        """`sums` and `saved` of layers; of options only their differences count."""
+        if self.layer_sums is None or self.layer_saved is None:
+            return self.sums, self.saved
+        return self.layer_sums, self.layer_saved
+
+    def mixed(self, low: Ints, high: Ints, number: Floats, k: Ints) -> tuple[Floats, Floats]:
+        """Sums and saved bytes of candidates of which some layers have another option.
+
+        Args:
+            low: Option of all units, shape (n,).
+            high: Option of as many layers as `number` says, shape (n,).
+            number: Shape (n,).
+            k: Numbers of the candidates, shape (n,).
+
+        Returns:
+            Arrays of shape (phases, parts, n) and (n,).
+        """
+        sums, saved = self.layered
+        share = number / np.maximum(self.layers[k], 1.0)
+        # Advanced indexes that a slice separates come first.
+        more = (sums[high, ..., k] - sums[low, ..., k]) * share[:, None, None]
+        found = np.moveaxis(self.sums[low, ..., k] + more, 0, -1)
+        return found, self.saved[low, k] + share * (saved[high, k] - saved[low, k])
+
+    def leanest(self) -> tuple[Floats, Ints, Ints]:
+        """Least bytes of saved memory, and the options of all units and of layers for them."""
+        if not self._lean:
+            _, layers = self.layered
+            low = (self.saved - layers).argmin(axis=0)
+            high = layers.argmin(axis=0)
+            k = np.arange(len(self.start))
+            more = np.where(self.layers > 0, layers[high, k] - layers[low, k], 0.0)
+            self._lean.append((self.saved[low, k] + more, low, high))
+        return self._lean[0]
 
     def plain(self, speed: Speed) -> tuple[Floats, Floats]:
         """Seconds of F and B where nothing is computed again."""
@@ -187,6 +231,7 @@ def fill_all(
     *,
     relaxed: bool,
     looked_at: NDArray[np.bool_] | None = None,
+    over_bytes: Floats | None = None,
 ) -> list[Filled]:
     """For every stage and candidate the fastest two options that fit.
 
@@ -194,9 +239,10 @@ def fill_all(
         intervals: The candidates.
         speed: Of the software.
         under_way: Microbatches whose saved memory is live at once, shape (stages,).
-        room_bytes: What static and saved memory may take, shape (stages,).
+        room_bytes: What all memory may take, shape (stages,).
         relaxed: Let a part of a layer take an option: a bound.
         looked_at: Candidates that a stage may be, shape (stages, K); all by default.
+        over_bytes: What is known to be neither static nor saved, shape (stages,).
     """
     shape, last = (len(under_way), len(intervals.start)), len(intervals.saved) - 1
     found = Filled(
@@ -209,8 +255,12 @@ def fill_all(
         upgraded=np.zeros(shape),
     )
     left = room_bytes[:, None] - intervals.static
-    fits = left >= under_way[:, None] * intervals.saved[-1]
-    rest = ~fits & (left >= under_way[:, None] * intervals.saved.min(axis=0))
+    over = np.zeros(shape[:1]) if over_bytes is None else over_bytes
+    working = 0.0 if intervals.working is None else intervals.working[-1]
+    beside = np.maximum(over[:, None], working)
+    fits = left >= under_way[:, None] * intervals.saved[-1] + beside
+    lean = under_way[:, None] * intervals.leanest()[0] + over[:, None]
+    rest = ~fits & (left >= lean)
     if looked_at is not None:
         fits, rest = fits & looked_at, rest & looked_at
     # The last option computes nothing again: where it fits, nothing is faster.
@@ -221,8 +271,9 @@ def fill_all(
     stages, candidates = np.nonzero(rest)
     if len(stages):
         _fill_rest(
-            found, intervals, speed, under_way[stages], left[rest], stages, candidates, relaxed
-        )
+            found, intervals, speed, under_way[stages], left[rest], over[stages],
+            stages, candidates, relaxed,
+        )  # fmt: skip
     return [
         Filled(
             forward_s=found.forward_s[stage],
@@ -243,42 +294,74 @@ def _fill_rest(
     speed: Speed,
     under_way: Floats,
     left: Floats,
+    over: Floats,
     stages: Ints,
     candidates: Ints,
     relaxed: bool,
 ) -> None:
     """Pairs of a stage and a candidate that have too little memory to keep everything."""
     sums, saved = intervals.sums[..., candidates], intervals.saved[:, candidates]
+    layer_sums, layer_saved = intervals.layered
+    layer_sums, layer_saved = layer_sums[..., candidates], layer_saved[:, candidates]
     layers, alike = intervals.layers[candidates], intervals.alike[candidates]
     full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[candidates]
-    best, ending = (np.full(len(candidates), np.inf) for _ in range(2))
+    best, ending, least = (np.full(len(candidates), np.inf) for _ in range(3))
+    places = stages, candidates
     for a in reversed(range(len(saved))):  # of equals the one without recomputation
-        spare = left - under_way * saved[a]
         for b in range(len(saved)):
-            more = under_way * (saved[b] - saved[a])
-            if a == b:
-                number = np.zeros(len(candidates))
-            elif np.any(more > 0):
-                each = np.maximum(more, 0.0) / np.maximum(layers, 1.0)
-                number = np.where(each > 0, spare / np.maximum(each, 1e-9), layers)
-                number = np.clip(number, 0.0, layers)
-                # Of unlike layers the best ones would be first: a bound lets all of them.
-                free = np.where(alike, number, layers)
-                number = free if relaxed else np.floor(number + 1e-9)
-            else:
+            beside = over
+            if intervals.working is not None:
+                working = intervals.working[[a, b]][:, candidates].min(axis=0)
+                beside = np.maximum(over, working)
+            spare = left - under_way * saved[a] - beside
+            each = under_way * (layer_saved[b] - layer_saved[a]) / np.maximum(layers, 1.0)
+            number, good = _upgraded(spare, each, layers * (a != b), alike, relaxed)
+            if not good.any():
                 continue
-            share = np.where(layers > 0, number / np.maximum(layers, 1.0), 0.0)
-            mix = sums[a] + share * (sums[b] - sums[a])
+            share = number / np.maximum(layers, 1.0)
+            mix = sums[a] + share * (layer_sums[b] - layer_sums[a])
             f, w = durations(mix, speed)
             last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed, full)
-            ending = np.minimum(ending, np.where(spare >= 0, last, np.inf))
-            good = np.flatnonzero((spare >= 0) & (f + w < best))
-            best[good] = (f + w)[good]
-            places = stages[good], candidates[good]
-            found.forward_s[places], found.backward_s[places] = f[good], w[good]
-            found.low[places], found.high[places] = a, b
-            found.upgraded[places] = number[good]
-    found.ending_s[stages, candidates] = ending
+            ending = np.minimum(ending, np.where(good, last, np.inf))
+            least = np.minimum(least, np.where(good, w, np.inf))
+            faster = np.flatnonzero(good & (f + w < best))
+            best[faster] = (f + w)[faster]
+            chosen = stages[faster], candidates[faster]
+            found.forward_s[chosen], found.backward_s[chosen] = f[faster], w[faster]
+            found.low[chosen], found.high[chosen] = a, b
+            found.upgraded[chosen] = number[faster]
+    found.ending_s[places] = ending
+    if relaxed:  # bounds take each by itself
+        found.backward_s[places] = least
+
+
+def _upgraded(
+    spare: Floats, each: Floats, layers: Floats, alike: NDArray[np.bool_], relaxed: bool
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """How many layers take the second of two options, and whether any number fits.
+
+    As many as fit where it needs more memory, and is faster; as few as have to where the first
+    does not fit. Layers that are not alike may differ in what they need, so that a bound lets all
+    of them have what is faster.
+
+    Args:
+        spare: Bytes that are left if none takes it.
+        each: Bytes that a layer needs more, on average.
+        layers: Layers that may take it.
+        alike: Whether they are copies of one block.
+        relaxed: Let a part of a layer take it.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.where(each != 0, spare / each, np.inf)
+    most = np.where(each > 0, np.clip(exact, 0.0, layers), layers)
+    fewest = np.where((each < 0) & (spare < 0), np.clip(exact, 0.0, layers), layers)
+    if not relaxed:
+        most, fewest = np.floor(most + 1e-9), np.ceil(fewest - 1e-9)
+    else:
+        most = np.where(alike, most, layers)
+        fewest = np.where(alike | (spare >= 0), fewest, 0.0)
+    fits = np.where(each < 0, spare - layers * each >= 0, spare >= 0)
+    return np.where(each < 0, fewest, most), fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

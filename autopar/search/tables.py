@@ -9,6 +9,7 @@ by itself (messages, the peak inside a program) is not in them, so that sums are
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from autopar.cost_models.stages import single_stage
 from autopar.cost_models.tape.program import Programs, Run, split
 from autopar.cost_models.tape.stage import Taped, tape_stage
 from autopar.cost_models.tape.tape import Transfer
+from autopar.cost_models.tape.tensors import Memory
 from autopar.cost_models.work import Kernel, Move
 from autopar.graph.ir import ITEM_BYTES
 from autopar.plan.plan import Plan
@@ -52,6 +54,7 @@ class UnitTable:
     Attributes:
         seconds: Shape (options, phases, parts, units), see `PHASES` and `PARTS`.
         saved_bytes: What forward leaves for backward; shape (options, units).
+        working_bytes: What backward itself holds at most in each unit; shape (options, units).
         numel: Local elements of every parameter, in the order of the graph.
         edge_bytes: Local bytes that a unit takes from the one before it, as far as their gradients
             go back, shape (units,).
@@ -59,6 +62,7 @@ class UnitTable:
 
     seconds: Floats
     saved_bytes: Floats
+    working_bytes: Floats
     numel: Floats
     edge_bytes: Floats
 
@@ -92,11 +96,14 @@ def unit_table(
     task, stand_in = single_stage(placement, plan, loss, software.implementation)
     taped = tape_stage(task, rank, software.implementation)
     book = _Book(units, stand_in, taped, device, prices, software, rank)
-    seconds, saved = [], []
+    seconds, saved, working = [], [], []
     for again in options:
         programs = split(taped, again, weight=weight)
-        seconds.append(book.seconds(programs))
-        saved.append(book.saved(programs))
+        own = book.own(programs)
+        seconds.append(book.seconds(own))
+        wanted = book.wanted(programs, own)
+        saved.append(book.saved(wanted))
+        working.append(book.working(programs, own, wanted))
     local = rank.grid.local_shape
     numel = [
         math.prod(local(item.value.spec.shape, placement.pair(item.value.name).forward))
@@ -105,6 +112,7 @@ def unit_table(
     return UnitTable(
         seconds=np.stack(seconds),
         saved_bytes=np.stack(saved),
+        working_bytes=np.stack(working),
         numel=np.array(numel, dtype=np.float64),
         edge_bytes=_edge_bytes(units, placement, rank),
     )
@@ -159,6 +167,7 @@ class _Book:
             if unit >= 0 and place is not None:
                 self.share[place, unit] += 1
         self.share[len(at), units.count - 1] = 1  # what comes after all calls: the loss's end
+        self.unit_of = self.share.argmax(axis=1).tolist()
         self.parameters = {item.value.name for item in units.graph.parameters()}
         self.call_s = 0.0 if device.kind == "cpu" else device.efficiency.launch_s
 
@@ -168,15 +177,40 @@ class _Book:
         found = step.origin if 0 <= step.origin < calls else step.maker
         return found if 0 <= found < calls else calls
 
-    def seconds(self, programs: Programs) -> Floats:
+    def seconds(self, own: Mapping[str, list[Run]]) -> Floats:
         """Shape (phases, parts, units)."""
         found = np.zeros((len(PHASES), len(PARTS), len(self.share)))
-        runs = [run for part in programs.parts.values() for run in part.runs]
+        runs = [run for part in own.values() for run in part]
         self._kernels([r for r in runs if not isinstance(r.step.detail, Transfer)], found)
         for run in runs:
             if isinstance(run.step.detail, Transfer):
                 self._move(run, run.step.detail, found)
         return found @ self.share
+
+    def own(self, programs: Programs) -> dict[str, list[Run]]:
+        """What programs do whatever stage a unit is in.
+
+        Gradients of different units that are added up may come as messages instead. What a unit
+        computes again because another one wants it, that one may have got as a message.
+        """
+        found: dict[str, list[Run]] = {}
+        wanted: set[tuple[Memory, int]] = set()
+        for kind, program in reversed(programs.parts.items()):
+            kept = []
+            for run in reversed(program.runs):
+                step, unit = run.step, self.unit_of[self.place(run)]
+                if run.phase == "recompute":
+                    mine = any((memory, unit) in wanted for memory in run.writes)
+                elif step.op == "add" and not step.forward:
+                    mine = self.unit_of[step.maker] == self.unit_of[step.origin]
+                else:
+                    mine = True
+                if mine:
+                    kept.append(run)
+                    if kind != "F":
+                        wanted.update((memory, unit) for memory in run.reads)
+            found[kind] = kept[::-1]
+        return found
 
     def _kernels(self, runs: Sequence[Run], found: Floats) -> None:
         numbers: dict[object, int] = {}
@@ -220,14 +254,57 @@ class _Book:
         found[phase, 3, place] += free
         found[phase, 4, place] += COLLECTIVE_LAUNCHES * self.call_s
 
-    def saved(self, programs: Programs) -> Floats:
-        """Shape (units,)."""
+    def wanted(self, programs: Programs, own: Mapping[str, list[Run]]) -> dict[Memory, int]:
+        """For all that is saved the first call that wants it in backward."""
+        users = dict.fromkeys(programs.saved, len(self.share))
+        for kind, runs in own.items():
+            for run in runs if kind != "F" else ():
+                for memory in run.reads:
+                    if memory in users:
+                        users[memory] = min(users[memory], self.place(run))
+        return {m: at for m, at in users.items() if m.step is not None and at < len(self.share)}
+
+    def saved(self, wanted: Mapping[Memory, int]) -> Floats:
+        """Shape (units,). Booked where backward wants it.
+
+        A stage that ends before does not keep it, be it made there: it is sent, and kept by the
+        stage that it comes to.
+        """
         found = np.zeros(len(self.share))
-        calls = len(self.taped.task.calls)
-        for memory in programs.saved:
-            if memory.step is not None and 0 <= memory.step.origin < calls:
-                found[memory.step.origin] += memory.size_bytes
+        for memory, place in wanted.items():
+            found[place] += memory.size_bytes
         return found @ self.share
+
+    def working(
+        self, programs: Programs, own: Mapping[str, list[Run]], wanted: Mapping[Memory, int]
+    ) -> Floats:
+        """Shape (units,); zero where backward is split.
+
+        Counted are gradients, and values computed again in the unit itself: those of units behind
+        it may be in another stage. What was saved and is not wanted any more makes room for them.
+        """
+        if "B" not in own:
+            return np.zeros(self.units.count)
+        runs, given = own["B"], programs.parts["B"].given
+        last: dict[Memory, int] = {}
+        for place, run in enumerate(runs):
+            last.update(dict.fromkeys((*run.reads, *run.writes), place))
+        # Bytes by unit of the call; those of gradients are under -1.
+        where = {memory: self.unit_of[place] for memory, place in wanted.items()}
+        alive: dict[int, int] = defaultdict(int)
+        peak = np.zeros(len(self.share))
+        for place, run in enumerate(runs):
+            call = self.place(run)
+            unit = self.unit_of[call]
+            for memory in run.writes:
+                if memory not in where:
+                    where[memory] = unit if run.phase == "recompute" else -1
+                    alive[where[memory]] += memory.size_bytes
+            peak[call] = max(peak[call], alive[-1] + alive[unit])
+            for memory in dict.fromkeys((*run.reads, *run.writes)):
+                if memory in where and last[memory] == place and memory not in given:
+                    alive[where[memory]] -= memory.size_bytes
+        return np.where(self.share > 0, peak[:, None], 0.0).max(axis=0)
 
 
 _PHASE = {"forward": 0, "recompute": 1, "input_gradient": 1, "weight_gradient": 2}

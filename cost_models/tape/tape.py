@@ -49,7 +49,8 @@ class Step:
         op: What it is called.
         kind: What decides its speed.
         origin: Which node of the stage it serves, by its place in the stage.
-        maker: Which node of the stage its value belongs to: that of a reshard is the one that made
+        maker: Which node of the stage its value belongs to: that of a sum of gradients is the one
+            that the gradient before came from, that of a reshard is the one that made
             what it moves, -1 if that was there before; `AGAIN` if it is never kept.
         forward: Whether it is part of forward.
         reads: Memory it reads.
@@ -91,13 +92,14 @@ class Step:
 class Grad:
     """A recorded op: takes gradients of its results, gives those of its operands."""
 
-    __slots__ = ("backward", "inputs", "origin", "pending", "width")
+    __slots__ = ("backward", "inputs", "origin", "pending", "sources", "width")
 
     def __init__(
         self, inputs: Sequence[Local | None], width: int, backward: Backward, origin: int
     ) -> None:
         self.inputs, self.backward, self.origin, self.width = inputs, backward, origin, width
         self.pending: dict[int, Local] = {}
+        self.sources: dict[int, int] = {}  # which node the last gradient of a result came from
 
 
 Maker = tuple[Grad, int]
@@ -275,7 +277,9 @@ class Tape:
         before = grad.pending.get(place)
         if before is not None:
             gradient = self.pointwise("add", (before, gradient), before.dtype)
-        grad.pending[place] = gradient
+            assert gradient.memory.step is not None
+            gradient.memory.step.maker = grad.sources[place]
+        grad.pending[place], grad.sources[place] = gradient, self.origin
 
     # What nearly every op needs; nothing here is recorded.
 
