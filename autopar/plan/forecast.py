@@ -177,7 +177,7 @@ class TaskForecast:
     compute_s: float
     inline_s: float
     beside_s: float
-    parts: int
+    parts: Annotated[int, Range(low=1)]
     joins: bool
 
 

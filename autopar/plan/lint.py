@@ -16,7 +16,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.graph.ir import ITEM_BYTES
 from autopar.plan.forecast_lint import check_forecast
-from autopar.plan.parts import PipelinePlan, pipeline_problems, zero_problems
+from autopar.plan.parts import MOST_ACTIONS, PipelinePlan, pipeline_problems, zero_problems
 from autopar.plan.plan import ParameterPlan
 from autopar.plan.shapes import BAD, Fault, Trail, path_of, shown
 from autopar.plan.strategies import STANDARD, STRATEGIES, Constraints, prime_factors
@@ -264,9 +264,10 @@ def _batch_faults(values: Mapping[str, Any], rest: Axes, pipeline: PipelinePlan)
         return
     batch = max(Counter(batches).items(), key=lambda item: item[1])[0]
     if all(size % count for shape in shapes for size in shape):
-        near = [n for n in (*range(count, 0, -1), *range(count, batch + 1)) if batch % n == 0][:1]
+        most = min(count, batch, MOST_ACTIONS)
+        near = next((n for n in range(most, 0, -1) if batch % n == 0), None)
         what = f"is {count}, which divides no dim of the inputs"
-        fix = f"{near[0]} does" if near else None
+        fix = f"{near} does" if near else None
         yield _fault(_at("pipeline", "microbatches"), what, f"a divisor of {batch}", fix)
         return
     data = Constraints(strategy="", order=order).data_axes()

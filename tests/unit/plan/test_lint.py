@@ -59,6 +59,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("pipeline.schedule", "1f1bb", "$.pipeline.schedule", "1f1b"),
     ("pipeline.chunks", 3, "$.pipeline.chunks", "1"),
     ("pipeline.microbatches", 3, "$.pipeline.microbatches", "a divisor of 16"),
+    ("inputs.0.1", f"float32[{10**18 - 11}, 3]", "$.pipeline.microbatches", "a divisor of"),
     ("pipeline.microbatches", 0, "$.pipeline.microbatches", "from 1"),
     ("pipeline.microbatches", 2**21, "$.pipeline.microbatches", "product of at most"),
     ("pipeline.cuts", ["a/b#0", "c/d#0"], "$.pipeline.cuts", "1 cuts"),
