@@ -15,6 +15,7 @@ at once, with constants that may differ from kernel to kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -53,6 +54,12 @@ TILE = 64
 Background User's Guide, section 3: 128 bytes)."""
 HEAD_TILE = 8
 """The same of the features of a head, in 16-bit numbers 16 bytes."""
+VECTOR_BYTES = 16
+"""What products read at a time, if rows of matrices are a multiple of it."""
+UNALIGNED_MATMUL = 2.5
+"""Time factor of a product of which they are not, such as the logits of 50257 tokens: the kernels
+left are those of an older generation, at half the rate (pegainfer-project/pegainfer pull request
+1046 on an A100) or 3.5 times as slow (m87-labs/kestrel pull request 143 on Hopper)."""
 CAST_BYTES = 1.5
 """Bytes that casting moves per element of an operand of a product in 8 or 4 bits: 2 are read and 1
 is written, for half of the operands, as each is used twice."""
@@ -92,6 +99,7 @@ class Columns:
         k: What is summed over.
         head_dim: Features of a head.
         keys: Keys that a query may see.
+        row_bytes: Greatest common divisor of the bytes of rows of a product's matrices.
         launches: Device kernels.
         count: Runs.
         dtypes: Dtype of each.
@@ -107,6 +115,7 @@ class Columns:
     k: Floats
     head_dim: Floats
     keys: Floats
+    row_bytes: NDArray[np.int64]
     launches: Floats
     count: Floats
     dtypes: tuple[str, ...]
@@ -116,7 +125,7 @@ class Columns:
     def of(cls, kernels: Iterable[Kernel]) -> Columns:
         """The columns of kernels."""
         listed = list(kernels)
-        rows = np.array([_row(kernel) for kernel in listed], dtype=np.float64).reshape(-1, 11)
+        rows = np.array([_row(kernel) for kernel in listed], dtype=np.float64).reshape(-1, 12)
         return cls(
             kind=rows[:, 0].astype(np.int64),
             backward=rows[:, 1] > 0,
@@ -127,8 +136,9 @@ class Columns:
             k=rows[:, 6],
             head_dim=rows[:, 7],
             keys=rows[:, 8],
-            launches=rows[:, 9],
-            count=rows[:, 10],
+            row_bytes=rows[:, 9].astype(np.int64),
+            launches=rows[:, 10],
+            count=rows[:, 11],
             dtypes=tuple(kernel.dtype for kernel in listed),
             phases=tuple(kernel.phase for kernel in listed),
         )
@@ -142,6 +152,11 @@ class Columns:
         return odd & (self.kind == MATMUL)
 
     @property
+    def unaligned(self) -> Flags:
+        """Which products read or write matrices whose rows are no multiple of 16 bytes."""
+        return (self.row_bytes % VECTOR_BYTES != 0) & (self.kind == MATMUL)
+
+    @property
     def operands(self) -> Floats:
         """Elements of both operands of products."""
         products = self.flops / (2 * self.m * self.n * self.k)
@@ -152,6 +167,7 @@ def _row(kernel: Kernel) -> tuple[float, ...]:
     product, attention = kernel.matmul, kernel.attention
     kind, flops = _KINDS.get(kernel.kind, STREAM), float(kernel.flops)
     m = n = k = head_dim = keys = 1.0
+    row_bytes = VECTOR_BYTES
     if attention is not None:
         head_dim, keys = attention.head_dim, attention.seq_k
         flops *= seen_share(
@@ -160,13 +176,16 @@ def _row(kernel: Kernel) -> tuple[float, ...]:
     elif product is not None:
         m, n, k = product.m, product.n, product.k
         head_dim = min(n, k)
+        # Tokens are no rows' length: they are m, or what a gradient of weights sums over.
+        inner = product.m if kernel.phase == "weight_gradient" else product.k
+        row_bytes = math.gcd(product.n, inner) * (4 if kernel.dtype == "float32" else 2)
         if kind == MATMUL and product.batch > 1:
             kind = BATCHED
     elif kind != STREAM:
         kind = STREAM
     return (
         kind, kernel.phase in _BACKWARD, flops, kernel.read_bytes + kernel.write_bytes, m, n, k,
-        head_dim, keys, kernel.launches, kernel.count,
+        head_dim, keys, row_bytes, kernel.launches, kernel.count,
     )  # fmt: skip
 
 
@@ -306,6 +325,8 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
     product = np.where(kind == GROUPED, product / speeds.grouped_matmul_share, product)
     product = np.where(kind == CONVOLUTION, product / speeds.convolution_share, product)
     product = product * np.where(columns.misaligned, speeds.misaligned_matmul, 1.0)
+    if not speeds.host_computes:
+        product = product * np.where(columns.unaligned, UNALIGNED_MATMUL, 1.0)
     per_head = np.maximum(columns.flops / (rate * BATCHED_SHARE), moving)
     attention = np.asarray(speeds.peak_flops_per_s) * speeds.attention_share
     attention = attention * speeds.attention_speed

@@ -25,7 +25,6 @@ from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
 from autopar.cost_models.simulate import Split, Task, Timeline
 from autopar.cost_models.software import (
     SLOWDOWN,
-    STEP_S,
     UPDATE_BYTES,
     SoftwareStack,
     generation_of,
@@ -134,7 +133,8 @@ class Software:
                 overlap=found.overlap,
                 slowdown=SLOWDOWN,
                 update_passes=UPDATE_BYTES / 2,  # of parameters in 16 bits
-                step_s=STEP_S,
+                step_s=found.step_s,
+                launch_s=found.launch_s,
             ),
             optimizer=optimizer,
             context_bytes=found.context_bytes,

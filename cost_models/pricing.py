@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class Speed:
         slowdown: Seconds that computation loses per second of a collective beside it.
         update_passes: How often an update reads or writes an element of a parameter's size.
         step_s: Work of the host once per step.
+        launch_s: Time of the host per kernel, if another than the device's.
     """
 
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Speed:
     slowdown: float = 0.0
     update_passes: float = 7.0
     step_s: float = 0.0
+    launch_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,9 @@ def price_stage(
         speed: What of the software decides.
         update_bytes: Bytes that the optimizer reads and writes.
     """
+    if speed.launch_s is not None:
+        efficiency = replace(device.efficiency, launch_s=speed.launch_s)
+        device = replace(device, efficiency=efficiency)
     kernels, hosts = _kernel_seconds(model.work.kernels, device, speed)
     known = {item.name for item in model.parameters}
     kinds = [kind for kind in PROGRAMS if kind in model.summaries]

@@ -115,6 +115,10 @@ class SoftwareStack:
         reserved_factor: See the module.
         fitted: Which of the constants a fit may move.
         overlapped_tensor: Whether tensor collectives are hidden in the products beside them.
+        step_s: Work of the host once per step.
+        launch_s: Time of the host per kernel, if another than the device's with other stacks.
+        local_ends: Whether each tensor rank embeds, and has a loss, over its part of the vocabulary
+            as if that were all: no collectives, and no padding.
         early_stop: Whether a block that is run again ends with the last value that backward needs,
             so that its last product is left out (torch.utils.checkpoint without re-entrance, 2.1).
         like: Stack whose fitted constants it takes, having no rows of its own.
@@ -142,6 +146,9 @@ class SoftwareStack:
     reserved_factor: float = CONSTANTS["reserved_factor"].prior
     fitted: tuple[str, ...] = tuple(CONSTANTS)
     overlapped_tensor: bool = False
+    step_s: float = STEP_S
+    launch_s: float | None = None
+    local_ends: bool = False
     early_stop: bool = False
     like: str = ""
     source: str
@@ -163,6 +170,14 @@ _STACKS = (
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="microsoft/Megatron-DeepSpeed 2021-22 with Megatron's schedules: fused softmax, "
         "bias-gelu and bias-dropout-add; gradients are summed after backward",
+    ),
+    SoftwareStack(
+        name="vtrain", attention="unfused", loss="eager", fused_qkv=True, dropout=True,
+        overlap=0.0, fitted=(), like="megatron-deepspeed",
+        step_s=0.0, launch_s=60e-6, local_ends=True,
+        source="VIA-Research/vTrain f8dda84, src/predictor.py and src/model: steps composed from "
+        "the kernels and gaps that one device traced for a model of one block, layer after layer; "
+        "launch_s, which the tracing is part of, fitted on 720 rows of vtrain-single",
     ),
     SoftwareStack(
         name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",
@@ -267,7 +282,9 @@ def stacks() -> Mapping[str, SoftwareStack]:
         found[name] = with_constants(stack(name, found), values)
     for name, item in found.items():
         if item.like:
-            found[name] = with_constants(item, found[item.like].constants())
+            like = found[item.like]
+            values = {key: value for key, value in like.constants().items() if key in like.fitted}
+            found[name] = with_constants(item, values)
     return MappingProxyType(found)
 
 

@@ -44,16 +44,31 @@ class Work:
 
 def work_of(job: Job) -> Work:
     """The work of one rank of `job`, as its graph implies it."""
-    found = _work(
-        shallow(job),
-        job.micro_batch,
-        job.seq // job.cp,
-        job.tp,
-        job.sequence_parallel,
-        "float32" if job.dtype == "tf32" else "bfloat16",
-        implementation_of(job.stack),
-    )
+    config = shallow(job)
+
+    def work(config: DecoderConfig, tp: int) -> Work:
+        return _work(
+            config,
+            job.micro_batch,
+            job.seq // job.cp,
+            tp,
+            job.sequence_parallel,
+            "float32" if job.dtype == "tf32" else "bfloat16",
+            implementation_of(job.stack),
+        )
+
+    found = work(config, job.tp)
+    if job.stack.local_ends and job.tp > 1:
+        ends = work(replace(config, vocab=config.vocab // job.tp), 1)
+        found = Work(
+            pieces=tuple(item for item in found.pieces if item.part not in _OUTER)
+            + tuple(item for item in ends.pieces if item.part in _OUTER),
+            shifts=tuple(item for item in found.shifts if item.part not in _OUTER),
+        )
     return replace(found, pieces=tuple(_spread(piece, job) for piece in found.pieces))
+
+
+_OUTER = (tables.FIRST, tables.LAST)
 
 
 def shallow(job: Job) -> DecoderConfig:

@@ -149,7 +149,7 @@ def sources_left_out(problem: Problem) -> dict[str, Any]:
 
 
 TOYS = "vtrain-single"
-"""The source of small models whose steps the host's launches decide."""
+"""The source of small models whose steps the host's launches decide, as one device traced them."""
 
 
 def toys(rows: Sequence[Row], values: Mapping[Target, float]) -> dict[str, Any]:
@@ -172,10 +172,10 @@ def toys(rows: Sequence[Row], values: Mapping[Target, float]) -> dict[str, Any]:
     batch = Batch([job for _, job in kept], [work_of(job) for _, job in kept])
     measured = np.array([row.step_time_s for row, _ in kept], dtype=np.float64)
     widths = np.array([job.config.hidden for _, job in kept])
-    devices = sorted({job.hardware.device for _, job in kept})
-    launches = np.geomspace(10e-6, 60e-6, 40).tolist()
+    stacks = sorted({job.stack.name for _, job in kept})
+    launches = np.geomspace(10e-6, 100e-6, 40).tolist()
     guesses = [
-        batch.price({**values, **{(name, "launch_s"): launch for name in devices}}).step_s
+        batch.price({**values, **{(name, "launch_s"): launch for name in stacks}}).step_s
         for launch in launches
     ]
     found = {}

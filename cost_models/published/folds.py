@@ -30,7 +30,7 @@ SET_APART = {
 """Rows that are predicted and shown, but neither fitted nor counted, and why."""
 
 REPORT_ONLY = {
-    "vtrain-single": "toy sizes, bound by launches",
+    "vtrain-single": "composed by a simulator: linear in layers and microbatches to the nanosecond",
     "megatron-golden-tiny": "toy sizes, bound by launches",
     "alpa-intra": "one device generation, one row",
     "alpa-e2e": "plans chosen by a search and not stated",

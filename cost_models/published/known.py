@@ -1,7 +1,8 @@
-"""What a row may say of a model: families whose details are known, and sizes that models have."""
+"""What rows may say: families whose details are known, sizes that models have, networks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,3 +39,24 @@ _MOST = {
     "layers": 4096, "hidden": 10**6, "heads": 10**5, "vocab": 10**7, "ffn_hidden": 10**7,
     "experts": 10**5,
 }  # fmt: skip
+
+
+def network_gbit(text: str, per_node: int) -> float | None:
+    """Gbit/s of a node in one direction, from the words of a row."""
+    match = re.search(r"(\d+) x (?:\w+ )*?(\d+) ?Gb", text)
+    if match:
+        return float(match[1]) * float(match[2])
+    match = re.search(r"(\d+) (?:\S+ )?links per node \((\d+) Gbps each", text)
+    if match:
+        return float(match[1]) * float(match[2])
+    match = re.search(r"(\d+) Gbps(?: RoCE)? per node", text)
+    if match:
+        return float(match[1])
+    match = re.search(r"(\d+) Gb/s RDMA per GPU", text)
+    if match:
+        return float(match[1]) * per_node
+    match = re.search(r"InfiniBand (\d+) Gb/s", text)
+    if match:  # per card, one card per device
+        return float(match[1]) * per_node
+    match = re.search(r"(\d+) Gbps", text)
+    return float(match[1]) if match else None

@@ -26,7 +26,6 @@ from autopar.cost_models.published.wires import Wires
 from autopar.cost_models.software import (
     HIDDEN_TENSOR,
     SLOWDOWN,
-    STEP_S,
     UPDATE_BYTES,
     generation_of,
 )
@@ -115,6 +114,11 @@ class Batch:
             ])
             for name in STACK_CONSTANTS
         }  # fmt: skip
+        own = [values.get((job.stack.name, "launch_s"), job.stack.launch_s) for job in self.jobs]
+        device["launch_s"] = np.where(
+            np.array([launch is not None for launch in own], dtype=bool),
+            self.column([launch or 0.0 for launch in own]), device["launch_s"],
+        )  # fmt: skip
         return device, stack
 
     @cached_property
@@ -221,6 +225,7 @@ def _sizes(job: Job) -> dict[str, float]:
         "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
         "updated": (layers * block + outer) / (shards if job.zero else 1),
         "broadcasts": job.dp * job.cp if wires.one_by_one(job) else 0,
+        "step_s": job.stack.step_s,
     }
 
 
@@ -319,7 +324,7 @@ def _assemble(
     compute_s = busiest * size["microbatches"]
     layers = np.where(alone, size["layers"], size["most_layers"])
     return Times(
-        step_s=compute_s + bubble + sends + data + update + STEP_S,
+        step_s=compute_s + bubble + sends + data + update + size["step_s"],
         compute_s=compute_s, bubble_s=bubble,
         tensor_s=block.tensor * layers * size["microbatches"],
         send_s=sends, data_s=data, update_s=update,

@@ -61,7 +61,8 @@ _OWN_PRIORS: Mapping[Target, tuple[float, float]] = {
     ("H100-SXM", "matmul_share"): (0.7, 0.1),
     # Nine tenths of that at 500 W instead of 700 W.
     ("H100-SXM-96", "matmul_share"): (0.63, 0.05),
-    # From 720 toy runs on one node that nothing else decides (vtrain-single).
+    # From 720 toy rows (vtrain-single) before they were found to be a simulator's (SOURCES.md): no
+    # measured row of an A100 is decided by its host.
     ("A100-80-SXM", "launch_s"): (37e-6, 0.05),
     ("H100-SXM", "attention_share"): (0.4, 0.3),
 }

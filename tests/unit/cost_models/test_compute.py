@@ -70,6 +70,18 @@ def test_larger_products_reach_more_of_the_peak() -> None:
     assert odd >= even * (8191 / 8192) ** 3
 
 
+def test_rows_of_odd_length_need_older_kernels() -> None:
+    even, odd, four = (product(8192, n, 1024) for n in (50304, 50257, 50260))
+    seconds = device_seconds([even, odd, four], DEVICE)
+    assert seconds[1] / seconds[0] > 2.3 and seconds[2] == pytest.approx(seconds[1], rel=1e-3)
+    wide = device_seconds([replace(four, dtype="float32"), replace(even, dtype="float32")], DEVICE)
+    assert wide[0] < 1.3 * wide[1]  # four numbers of 32 bits are read at a time
+    tokens = [product(8191, 1024, 1024), product(8192, 1024, 1024)]
+    assert device_seconds(tokens[:1], DEVICE)[0] < 1.3 * device_seconds(tokens[1:], DEVICE)[0]
+    gradient = replace(product(1024, 1024, 8191), phase="weight_gradient")
+    assert Columns.of([*tokens, gradient]).unaligned.tolist() == [False, False, False]
+
+
 def test_a_causal_mask_halves_attention_and_short_rows_are_slow() -> None:
     causal, whole = device_seconds(
         [attention(8192, causal=True), attention(8192, causal=False)], DEVICE

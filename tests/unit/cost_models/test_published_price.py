@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -11,12 +12,13 @@ import pytest
 from autopar.cli.main import main
 from autopar.cost_models.published import tables
 from autopar.cost_models.published.features import Work, work_of
+from autopar.cost_models.published.fit import TOYS, toys
 from autopar.cost_models.published.globals import GLOBALS
 from autopar.cost_models.published.jobs import Hardware, Job, last_product, read_job
 from autopar.cost_models.published.predict import validate
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.priors import Parameter, expand
-from autopar.cost_models.published.rows import SHIPPED, read_rows
+from autopar.cost_models.published.rows import SHIPPED, Row, read_rows
 from autopar.cost_models.published.solve import solve
 from autopar.cost_models.published.stats import error_stats, ranking, spearman
 from autopar.cost_models.published.tables import Piece
@@ -193,6 +195,51 @@ def test_collectives_around_the_embedding_are_not_those_of_every_block():
     block = [found.move for found in work_of(job).shifts if found.part == tables.BLOCK]
     kinds = sorted(move.kind for move in block for _ in range(move.count))
     assert job.sequence_parallel and kinds == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+
+
+def traced_steps() -> list[Row]:
+    return [row for row in read_rows() if row.group == TOYS]
+
+
+def test_rows_of_the_simulator_are_no_measurements():
+    """Steps are linear in microbatches to a microsecond (the source: a nanosecond), for any dp."""
+    steps: dict[tuple[int, ...], dict[int, float]] = {}
+    for row in traced_steps():
+        get = row.sections["plan"].__getitem__
+        model = row.sections["model"]
+        key = (model["layers"], model["hidden"], get("tp"), get("pp"), get("micro_batch"))
+        assert row.step_time_s is not None
+        steps.setdefault((*key, get("dp")), {})[get("grad_accum")] = row.step_time_s
+    slopes: dict[tuple[int, ...], list[float]] = {}
+    for key, found in steps.items():
+        counts = sorted(found)
+        for low, high in itertools.pairwise(counts):
+            slope = (found[high] - found[low]) / (high - low)
+            slopes.setdefault(key[:-1], []).append(slope)
+    assert len(slopes) > 60 and sum(map(len, slopes.values())) > 300
+    assert all(max(found) - min(found) < 1e-6 for found in slopes.values())
+
+
+def test_each_rank_of_the_simulator_has_ends_of_its_own():
+    (row,) = [row for row in traced_steps() if row.id.endswith("12L1024h-g4-b4-mb2-t2d1p2")]
+    job = read_job(row)
+    assert job.recompute == "none" and any("nothing recomputed" in text for text in job.assumed)
+    work = work_of(job)
+    assert {shift.part for shift in work.shifts} == {tables.BLOCK}
+    assert sum(shift.move.count for shift in work.shifts) == 4  # two forward, two backward
+    wide = [p.kernel.matmul.n for p in work.pieces if p.part == tables.LAST and p.kernel.matmul]
+    assert 50257 // 2 in wide
+    times = Batch([job], [work])
+    slow = times.price({("vtrain", "launch_s"): 90e-6}).step_s
+    assert slow > times.price().step_s == times.price({("A100-80-SXM", "launch_s"): 9e-6}).step_s
+
+
+@pytest.mark.long
+def test_one_launch_constant_prices_the_other_width_of_the_simulator():
+    found = toys(read_rows(), {})
+    assert found["1024"]["mean_abs_error"] <= 0.06 and found["2048"]["mean_abs_error"] <= 0.077
+    for stats in found.values():  # what is stored is what is fitted
+        assert stats["launch_us"] == pytest.approx(60, rel=0.05)
 
 
 def test_stacks_have_at_most_four_constants_in_their_ranges():
