@@ -1,12 +1,12 @@
 """What a configuration of another framework says, in the words of this package.
 
 The degrees of parallelism become mesh axes, outermost first: ``pp`` (pipeline), ``replica`` (data
-ranks over which ZeRO divides nothing), ``dp``, ``ep`` (experts), ``cp`` (context), ``tp``.
+ranks over which ZeRO divides nothing), ``dp``, ``cp`` (context), ``tp``. Expert parallelism over
+data ranks has no axis: it is a remark.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -41,6 +41,17 @@ class Remark:
         place = f"line {self.line}: " if self.line is not None else ""
         value = f" {self.value}" if self.value not in ("", "True") else ""
         return f"{place}{self.name}{value}: {self.meaning}"
+
+
+def expert_remarks(name: str, size: int, line: int | None) -> tuple[Remark, ...]:
+    """What is made of expert parallelism over `size` data ranks; nothing if there is none."""
+    if size == 1:
+        return ()
+    meaning = (
+        "divides experts among data ranks; plans divide them among tensor ranks, so the step is"
+        " priced, and must fit, with as many experts on every data rank"
+    )
+    return (Remark(name=name, value=str(size), meaning=meaning, line=line),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ class Imported:
         pp: Pipeline ranks.
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
-        ep: Expert-parallel ranks, out of those of data.
+        ep: Expert-parallel ranks, out of those of data; no plan has them.
         replicas: Data ranks over which ZeRO divides nothing (HSDP).
         shards: Data ranks over which it divides; None for all that are left.
         parallel: Whether the file says how many ranks each kind of parallelism has.
@@ -215,10 +226,9 @@ class Imported:
 
     def mesh(self) -> Mesh:
         """The mesh on its devices; axes of one rank are left out."""
-        experts = math.gcd(self.ep, self.shards or 1)
         axes = (
-            ("pp", self.pp), ("replica", self.replicas), ("dp", (self.shards or 1) // experts),
-            ("ep", experts), ("cp", self.cp), ("tp", self.tp),
+            ("pp", self.pp), ("replica", self.replicas), ("dp", self.shards or 1), ("cp", self.cp),
+            ("tp", self.tp),
         )  # fmt: skip
         return Mesh(tuple(axis for axis in axes if axis[1] > 1) or (("dp", 1),))
 

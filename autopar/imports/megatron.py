@@ -13,7 +13,14 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.imports.document import UNKNOWN, Document, at_line
-from autopar.imports.imported import Described, Imported, Precision, Recompute, Remark
+from autopar.imports.imported import (
+    Described,
+    Imported,
+    Precision,
+    Recompute,
+    Remark,
+    expert_remarks,
+)
 from autopar.imports.megatron_model import model_of
 from autopar.imports.megatron_names import IRRELEVANT, MEANINGS, NEMO
 from autopar.imports.script import Flag, Flags, read_flags
@@ -24,6 +31,9 @@ _SIGNS = (
 )  # fmt: skip
 _OLD = ("--checkpoint-activations", "--DDP-impl", "--no-query-key-layer-scaling", "--deepspeed")
 """Arguments of Megatron-LM of 2020 to 2022, without flash attention."""
+
+
+_EXPERTS = ("--expert-model-parallel-size", "--moe-expert-parallel-size")
 
 
 def is_script(text: str) -> bool:
@@ -138,7 +148,7 @@ def _read(flags: Flags, program: str, devices: int | None, stack: str) -> Import
         pp=pipeline.pp,
         tp=tp,
         cp=cp,
-        ep=flags.number("--expert-model-parallel-size", "--moe-expert-parallel-size", least=1) or 1,
+        ep=flags.number(*_EXPERTS, least=1) or 1,
         parallel=True,
         devices=devices,
         zero=_zero(flags, precision, pipeline.pp),
@@ -161,6 +171,9 @@ def _read(flags: Flags, program: str, devices: int | None, stack: str) -> Import
         model=model,
     )
     remarks, ignored = _rest(flags)
+    experts = next((flags.found[name] for name in _EXPERTS if name in flags.found), None)
+    if experts is not None:
+        remarks = (*expert_remarks(experts.name, found.ep, experts.line), *remarks)
     return replace(found, remarks=remarks, ignored=ignored)
 
 

@@ -10,7 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.imports.document import Document
-from autopar.imports.imported import Described, Imported, Precision, Recompute
+from autopar.imports.imported import (
+    Described,
+    Imported,
+    Precision,
+    Recompute,
+    expert_remarks,
+)
 from autopar.presets.config import DecoderConfig
 from autopar.presets.registry import PRESETS
 
@@ -125,6 +131,8 @@ def read(document: Document) -> Imported:
         model=_model(document),
     )  # fmt: skip
     remarks, ignored = document.remarks(MEANINGS, IRRELEVANT)
+    path = ("parallelism", "expert_parallel_degree")
+    remarks = (*expert_remarks(".".join(path), ep, document.line_of(path)), *remarks)
     return replace(found, remarks=remarks, ignored=ignored)
 
 

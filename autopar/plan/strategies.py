@@ -32,8 +32,8 @@ STANDARD = (*MODEL, "batch", "seq", "hidden", "channels")
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "megatron", "megatron_sp", "2d")
 
-_BY_NAME: Mapping[str, tuple[str, ...]] = {"cp": ("seq",), "ep": ("experts", "batch")}
-"""What mesh axes of these names (context, experts) split under every named strategy."""
+_BY_NAME: Mapping[str, tuple[str, ...]] = {"cp": ("seq",)}
+"""What mesh axes of these names (context parallelism) split under every named strategy."""
 
 _DATA = frozenset({"batch", "seq"})
 """Factors that no parameter has."""

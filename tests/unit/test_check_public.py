@@ -24,7 +24,7 @@ PUBLIC = (
     ("megatron_t5_220m.sh", "1x8xA100-80-SXM", (), False, None),
     ("megatron_llama3_8b_fp8.sh", "1x8xH100-SXM", (), True, 9.49),  # its README: 13812 tokens/s
     ("nemo_gpt3_20b.yaml", "64x8xA100-80-SXM", (), True, None),
-    ("bloom_176b.slurm", "48x8xA100-80-SXM", (), True, None),
+    ("bloom_176b.slurm", "48x8xA100-80-SXM", (), True, 104.0),  # 178B, same plan
     ("megatron_gpt3_175b_2021.sh", "128x8xA100-80-SXM", (), True, None),
     ("megatron_gpt3_175b.sh", "16x8xA100-80-SXM", (), False, None),
     ("mt_nlg_530b.txt", "280x8xA100-80-SXM", (), True, 60.1),

@@ -223,6 +223,16 @@ def test_pipelines_of_torchtitan(tmp_path):
     assert found.stage_layers(126) == (7, *[8] * 14, 7)
 
 
+def test_expert_parallelism_is_said_to_have_no_axis(tmp_path):
+    text = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --num-experts 4\n"
+    more = "--expert-model-parallel-size 4 --micro-batch-size 1"
+    found = read_config(written(tmp_path, "moe.sh", text + more)).on(8)
+    assert str(found.mesh()) == "dp=8"
+    assert "tensor ranks" in remark(found, "--expert-model-parallel-size")
+    assert found.model is not None and isinstance(found.model.sizes, DecoderConfig)
+    assert (found.model.sizes.experts, found.model.sizes.top_k) == (4, 2)
+
+
 def test_accelerate_reads_the_deepspeed_file_beside_it(tmp_path):
     written(tmp_path, "zero.json", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {}\n"

@@ -42,7 +42,7 @@ def survives(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_mutated_files(file, folder, data):
     text = file.read_text()
@@ -55,7 +55,7 @@ def test_mutated_files(file, folder, data):
     survives(mutated)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     flags=st.dictionaries(
         st.from_regex(r"--[a-z]{1,8}(-[a-z]{1,8}){0,2}", fullmatch=True),
