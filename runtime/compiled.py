@@ -23,6 +23,7 @@ from autopar.runtime.initialise import broadcast_from_first, materialise
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory, optimizer_factory
+from autopar.schedules.chrome import Recording
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
 from autopar.trace import Traced, trace
@@ -242,6 +243,32 @@ class CompiledModel:
         if not self._batch_checked:
             self._check_same_batch(inputs)
         return engine.step(inputs)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Recording:
+        """One training step on a global batch, measured: a real one, as `step` takes it.
+
+        If no step was taken yet, one is taken before, as the first of all compiles programs.
+
+        Args:
+            *args: See `step`.
+            **kwargs: See `step`.
+
+        Returns:
+            When each action and collective of every rank began and ended; the same on all ranks.
+            ``autopar report PLAN --measured FILE`` lays what ``save(FILE)`` writes over the
+            prediction, ``autopar profile --from FILE`` mends the cluster's figures with it.
+
+        Raises:
+            InputError: See `step`.
+            NonFiniteError: See `step`.
+        """
+        from autopar.runtime.profiling import record_step
+
+        engine = self.build(args, kwargs)
+        if not engine.num_steps:
+            self.step(*args, **kwargs)
+        engine.check_trainable()
+        return record_step(engine, self.inputs(args, kwargs), self.plan)[1]
 
     def gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Loss and full gradients by FQN of a global batch, without an optimizer step."""

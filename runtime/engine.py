@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,8 +255,8 @@ class Engine(Whole):
         """The optimizer step of all stages, after `backward`."""
         if self.execution.asynchronous:
             return
-        for unit in self.units.values():
-            self._update(unit)
+        for index, unit in self.units.items():
+            self.executor.watch(Action("UPDATE", index, 0), partial(self._update, unit))
         self.num_updates += 1
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from autopar.runtime.programs.program import Boxed, Slot
 from autopar.schedules.actions import Action
 
 FrameKey = tuple[int, int]  # stage, microbatch
+Observer = Callable[[Action, Callable[[], None]], None]
+"""Carries out an action, given with what does so, and watches it."""
 
 AHEAD = 2
 """Receives that are posted before the list comes to them, so that messages arrive during
@@ -115,6 +118,9 @@ class Executor:
     Args:
         comm: Communicator of all ranks.
         rank_of: Global rank that holds a stage for this rank's coordinates.
+
+    Attributes:
+        observe: Who watches every action; None if nobody does.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class Executor:
         rank_of: Callable[[int], int],
     ) -> None:
         self.comm, self.rank_of = comm, rank_of
+        self.observe: Observer | None = None
         self.units: Mapping[int, Unit] = {}
         self.frames: dict[FrameKey, dict[Slot, Any]] = {}
         self.outgoing: dict[tuple[str, int, int, int], list[Tensor]] = {}
@@ -168,7 +175,10 @@ class Executor:
         self.upcoming.extend(a for a in actions if a.kind in ("RECV_F", "RECV_B"))
         try:
             for action in actions:
-                self._act(action, updates)
+                if updates or action.kind != "UPDATE":
+                    self.watch(action, partial(self._act, action, updates))
+                else:  # it comes after the whole list, see `Engine.update`
+                    self._act(action, updates)
             for handle in self.sends:
                 handle.wait()
         finally:
@@ -179,6 +189,13 @@ class Executor:
             self.outgoing.clear()
             self.step_values.clear()
         return self.outcome
+
+    def watch(self, action: Action, act: Callable[[], None]) -> None:
+        """Carry out an action by `act`, under the eyes of `observe`."""
+        if self.observe is None:
+            act()
+        else:
+            self.observe(action, act)
 
     def _act(self, action: Action, updates: bool) -> None:
         self.sends = [handle for handle in self.sends if not handle.done()]
