@@ -28,9 +28,8 @@ import numpy as np
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.collectives import Kind, Price, axis_price, send_prices, sent_bytes
 from autopar.cost_models.compute import device_seconds
-from autopar.cost_models.device import Device
 from autopar.cost_models.evaluate import UPDATE_PASSES, update_bandwidth
-from autopar.cost_models.hardware import canonical_name, figure_at
+from autopar.cost_models.hardware import canonical_name, figure_at, plausible, value_of
 from autopar.cost_models.work import Attention, Kernel, Matmul, Phase
 from autopar.errors import ClusterError
 from autopar.graph.ir import ITEM_BYTES
@@ -230,8 +229,8 @@ class _State:
             return
         measured = np.array([sample.seconds for sample in samples])
         device = self.cluster.hardware(0)
-        bounds = {path: _range(device, path) for path in paths}
-        best = {path: _within(_value(device, path), bounds[path]) for path in paths}
+        bounds = {path: plausible(device, path) for path in paths}
+        best = {path: _within(value_of(device, path), bounds[path]) for path in paths}
 
         def errors(figures: Mapping[str, float]) -> Floats:
             return np.log(predicted(samples, self.changed(figures)) / measured)
@@ -270,21 +269,6 @@ class _State:
         return ClusterSpec(groups=(group,))
 
 
-def _value(device: Device, path: str) -> float:
-    """A figure of a link or an efficiency in the unit of its key."""
-    section, _, _ = path.partition(".")
-    figure = figure_at(path)
-    return figure.from_si(getattr(getattr(device, section), figure.name))
-
-
-def _range(device: Device, path: str) -> tuple[float, float]:
-    """Plausible values in the unit of the key."""
-    figure, source = figure_at(path), device.sources.get(path)
-    low = figure.low if source is None or source.low is None else figure.from_si(source.low)
-    high = figure.high if source is None or source.high is None else figure.from_si(source.high)
-    return low, high
-
-
 def _within(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
@@ -314,7 +298,7 @@ def _launch(state: _State) -> None:
     if len(found) < 2:
         return
     (few, short), (many, long) = found[0], found[-1]
-    low, high = _range(state.cluster.hardware(0), "efficiency.launch_us")
+    low, high = plausible(state.cluster.hardware(0), "efficiency.launch_us")
     each = (long - short) / (many - few) * 1e6
     state.put("efficiency.launch_us", _within(each, (low, high)), edge=not low < each < high)
 
@@ -364,8 +348,8 @@ def _links(state: _State) -> None:
         state.put(f"link.{key}", _LINK_HEADROOM * max(sent) / GB)
     for _ in range(_LINK_ROUNDS):  # the best algorithm follows from the figures, and back
         device = state.cluster.hardware(0)
-        old = np.array([_value(device, path) for path in _LINK_PATHS])
-        bounds = [_range(device, path) for path in _LINK_PATHS]
+        old = np.array([value_of(device, path) for path in _LINK_PATHS])
+        bounds = [plausible(device, path) for path in _LINK_PATHS]
         parts = np.array([_parts(item, state.cluster) for item in samples])
         # Seconds are linear in starts, latency and the inverse of the share.
         inverted = [*bounds[:3], (1 / bounds[3][1], 1 / bounds[3][0])]

@@ -53,8 +53,8 @@ from autopar.errors import ClusterError
 
 __all__ = [
     "SECTIONS", "Device", "Efficiency", "Figures", "Link", "Machine", "Rates", "Source", "aliases",
-    "canonical_name", "device_names", "figure_at", "load_device", "override", "read_device",
-    "read_figures",
+    "canonical_name", "device_names", "figure_at", "load_device", "override", "plausible",
+    "read_device", "read_figures", "value_of",
 ]  # fmt: skip
 
 FOLDER = Path(__file__).parent / "devices"
@@ -281,6 +281,34 @@ def figure_at(path: str) -> Figure:
         expected='a section and a key of a device file, e.g. "memory.memory_gib"',
         fix=f"did you mean {close[0]!r}?" if close else None,
     )
+
+
+def value_of(device: Device, path: str) -> float:
+    """A figure of a device by its ``"section.key"``, in the unit of the key; 0 if it has none.
+
+    Raises:
+        ClusterError: If there is no such figure.
+    """
+    section, _, _ = path.partition(".")
+    figure = figure_at(path)
+    if section == "peak_dense":
+        name = figure.name.removesuffix("_flops_per_s")
+        return figure.from_si(device.peak_flops_per_s.get(name, 0.0))
+    flat = _FLAT.get(f"{section}.{figure.name}")
+    holder, name = (device, flat) if flat else (getattr(device, section), figure.name)
+    return figure.from_si(getattr(holder, name))
+
+
+def plausible(device: Device, path: str) -> tuple[float, float]:
+    """Smallest and largest plausible value of a figure of a device, in the unit of its key.
+
+    Raises:
+        ClusterError: If there is no such figure.
+    """
+    figure, source = figure_at(path), device.sources.get(path)
+    low = figure.low if source is None or source.low is None else figure.from_si(source.low)
+    high = figure.high if source is None or source.high is None else figure.from_si(source.high)
+    return low, high
 
 
 def read_figures(table: Table, sections: Iterable[str]) -> Figures:

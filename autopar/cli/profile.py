@@ -1,5 +1,8 @@
 """Measure this machine, and write a cluster file that plans can be priced on.
 
+With --from, nothing is measured: a step that ``compiled.profile`` measured is laid beside its
+prediction, and the figures of the plan's cluster are mended with what differs.
+
 Kernels and collectives are timed while all ranks work at once, as they do in training; the figures
 of the cost model are then fitted to them. On CPUs local ranks are started; on GPUs the command is
 started once per device, as by torchrun. The file is read by `--cluster` and `ClusterSpec.load`.
@@ -21,13 +24,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autopar.cost_models.calibrate import Calibration
+    from autopar.cost_models.residuals import Mended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the cluster here (YAML)")
     parser.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="write the cluster here (YAML)"
-    )
+        "--from", dest="trace", metavar="TRACE",
+        help="mend the figures of a plan's cluster with a step that compiled.profile measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plan", metavar="PLAN",
+        help="plan file of that step, with predictions (default: the one that the trace holds)",
+    )  # fmt: skip
     parser.add_argument(
         "-n", "--ranks", type=int, metavar="N", help="local ranks (default: one per core)"
     )
@@ -39,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, fit, write, print."""
+    if options.trace:
+        return _feed_back(options)
+    if options.plan:
+        raise InputError("--plan is given without --from", expected="--from TRACE beside it")
+    if not options.output:
+        raise InputError("no output is given", expected="-o FILE, to which the cluster is written")
     if options.ranks is not None and options.ranks < 1:
         raise InputError(f"-n {options.ranks}", expected="at least 1 rank")
     _check_output(options.output)
@@ -83,6 +99,67 @@ def _check_output(path: str) -> None:
         ) from None
     if not existed:
         os.unlink(path)  # noqa: PTH108
+
+
+def _feed_back(options: argparse.Namespace) -> int:
+    """Mend a cluster with a measured step."""
+    import datetime
+
+    from rich.console import Console
+
+    from autopar.cost_models.residuals import feed_back, mean_error, residuals
+    from autopar.plan.plan import Plan
+    from autopar.schedules.chrome import read_recording
+
+    if options.ranks is not None or options.quick:
+        raise InputError("--from is given, and how to measure", expected="one of them")
+    if options.output:
+        _check_output(options.output)
+    recording = read_recording(options.trace)
+    if options.plan:
+        plan = Plan.load(options.plan)
+    else:
+        plan = Plan.from_json(json.dumps(recording.plan), f"{options.trace}: otherData.plan")
+    found = residuals(plan, recording)
+    day = datetime.datetime.now(tz=datetime.UTC).date()
+    source = f"mended by autopar profile --from a step measured on {recording.device}, {day}"
+    cluster, mended = feed_back(plan, found, source=source)
+    if options.output:
+        cluster.save(options.output)
+    if options.json:
+        told = {
+            "output": options.output, "cluster": str(cluster), "mean_error": mean_error(found),
+            "mended": [dataclasses.asdict(item) for item in mended],
+        }  # fmt: skip
+        print(json.dumps(told, indent=2))
+        return 0
+    _print_mended(Console(), mended, mean_error(found))
+    if options.output:
+        print(f"{cluster} written to {options.output}")
+    return 0
+
+
+def _print_mended(console: Console, mended: tuple[Mended, ...], error: float) -> None:
+    from rich.table import Table
+
+    from autopar.cost_models.hardware import figure_at
+
+    print(f"mean error of the actions that compute (predicted / measured): {error:.1%}\n")
+    parts = Table("part", "actions", "measured / predicted", "mean error before", "after", box=None,
+                  pad_edge=False)  # fmt: skip
+    for item in mended:
+        edge = ", a figure at its limit" if item.at_edge else ""
+        parts.add_row(
+            item.what + edge, str(item.samples), f"{item.ratio:.3g}", f"{item.before:.1%}",
+            f"{item.after:.1%}",
+        )  # fmt: skip
+    console.print(parts, highlight=False)
+    console.print()
+    figures = Table("figure", "before", "mended", "unit", box=None, pad_edge=False)
+    for item in mended:
+        for path, (before, after) in item.figures.items():
+            figures.add_row(path, f"{before:g}", f"{after:g}", figure_at(path).unit)
+    console.print(figures, highlight=False)
 
 
 class _Progress:
