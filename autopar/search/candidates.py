@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.device import Device
 from autopar.cost_models.evaluate import update_bandwidth
-from autopar.cost_models.events import schedule_of
-from autopar.schedules.actions import BACKWARDS
+from autopar.schedules.steady import most_live, stage_ranks
+from autopar.search.alike import Grid, grid_of, unit_kinds
 from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
 from autopar.search.problem import Problem
@@ -90,6 +90,8 @@ class Candidates:
     given_bytes: int = field(init=False)
     _under_way: dict[object, list[float]] = field(default_factory=dict)
     _chains: dict[object, tuple[tuple[Floats, Floats], Floats, Ints]] = field(default_factory=dict)
+    _unit_kinds: dict[int, Ints] = field(default_factory=dict)
+    _grids: dict[object, Grid] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(self.problem)
@@ -145,16 +147,51 @@ class Candidates:
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
             only: First unit of every stage, and the unit behind its last, if they are known.
         """
+        return self._kinds(point, table, longest, lightest=lightest, only=only)[0]
+
+    def _kinds(
+        self,
+        point: Point,
+        table: UnitTable,
+        longest: int | None = None,
+        *,
+        lightest: bool = False,
+        only: Edges | None = None,
+    ) -> tuple[Intervals, Intervals, Ints]:
+        """All of `intervals`, one of each kind, and the kind of each."""
+        grid = self._grid(point, table, longest, only)
+        each = self._sums(
+            point, table, grid.start[grid.first], grid.stop[grid.first], lightest=lightest
+        )
+        return each.spread(grid.start, grid.stop, grid.kind), each, grid.kind
+
+    def _grid(
+        self, point: Point, table: UnitTable, longest: int | None, only: Edges | None
+    ) -> Grid:
+        count = self.problem.units.count
+        if only is not None or (point.pipeline == 1 and point.chunks == 1):
+            start, stop = np.array(only or [(0, count)], np.int64).T
+            everyone = np.arange(len(start))
+            return Grid(start, stop, everyone, everyone)
+        if id(table) not in self._unit_kinds:
+            blocks = np.array(self.problem.units.block)
+            self._unit_kinds[id(table)] = unit_kinds(table, blocks, self.problem.parameters)
+        kinds = self._unit_kinds[id(table)]
+        key = (kinds.tobytes(), longest)
+        if key not in self._grids:
+            start, stop = np.triu_indices(count + 1, 1)
+            if longest is not None:
+                near = stop - start <= longest
+                start, stop = start[near], stop[near]
+            self._grids[key] = grid_of(kinds, start, stop)
+        return self._grids[key]
+
+    def _sums(
+        self, point: Point, table: UnitTable, start: Ints, stop: Ints, *, lightest: bool
+    ) -> Intervals:
+        """Sums over some intervals."""
         problem = self.problem
         count, block = problem.units.count, np.array(problem.units.block)
-        start, stop = np.triu_indices(count + 1, 1)
-        if only is not None:
-            start, stop = np.array(only, np.int64).T
-        elif point.pipeline == 1 and point.chunks == 1:
-            start, stop = np.array([0]), np.array([count])
-        elif longest is not None:
-            near = stop - start <= longest
-            start, stop = start[near], stop[near]
         inside = ranges((block >= 0).astype(np.float64), start, stop)
         same = np.zeros(len(start))
         for number in sorted({n for n in problem.units.block if n >= 0}):
@@ -242,7 +279,7 @@ class Candidates:
         """
         problem = self.problem
         devices = problem.devices(point)
-        places = np.array(schedule_of(point.plan()).stage_ranks)
+        places = np.array(stage_ranks(point.schedule, point.pipeline, point.chunks))
         under_way = np.array(self.under_way(point))
         room = np.array([self.room(device) for device in devices])[places] / point.chunks
         beyond = np.array(over or (0.0,) * len(devices))[places] / point.chunks
@@ -252,9 +289,10 @@ class Candidates:
             table = problem.table(point, device)
             if table is None:
                 return None
-            intervals = by_device[device.name] = self.intervals(
+            intervals, kinds, kind = self._kinds(
                 point, table, self.longest(point), lightest=lightest, only=only
             )
+            by_device[device.name] = intervals
             mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
             looked_at = self._window(point, intervals, mine, limit)
             if only is not None:
@@ -266,8 +304,9 @@ class Candidates:
             else:
                 mine_of = rows
             made = fill_all(
-                intervals, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
-                relaxed=relaxed, looked_at=looked_at, over_bytes=beyond[mine][mine_of],
+                kinds, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
+                relaxed=relaxed, kind=kind if only is None else None, looked_at=looked_at,
+                over_bytes=beyond[mine][mine_of],
             )  # fmt: skip
             for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
                 filled[stage] = made[row]
@@ -304,15 +343,9 @@ class Candidates:
         ranks, count = point.pipeline, point.microbatches
         if point.schedule == "1f1b":
             return [float(min(ranks - stage, count)) for stage in range(ranks)]
-        schedule = schedule_of(point.plan())
-        most = []
-        for actions in schedule.actions:
-            live = peak = 0
-            for action in actions:
-                live += (action.kind == "F") - (action.kind in BACKWARDS and action.kind != "I")
-                peak = max(peak, live)
-            most.append(peak)
-        return [most[rank] / point.chunks for rank in schedule.stage_ranks]
+        most = most_live(point.schedule, ranks, count, point.chunks)
+        places = stage_ranks(point.schedule, ranks, point.chunks)
+        return [most[rank] / point.chunks for rank in places]
 
     def fastest(self, point: Point) -> tuple[tuple[Floats, Floats], Floats, Ints]:
         """What units take before others, and with those behind them, and how many are aside."""

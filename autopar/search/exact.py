@@ -30,8 +30,9 @@ from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottlen
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
 CLOSED, FEW_UNITS = 3000, 40
-"""Plans, over the units of a model, that are evaluated to close what is left of a gap; none of
-models of more units."""
+"""Plans, over the units of a model, that are evaluated to close what is left of a gap."""
+SINGLE = 60
+"""The same for models of more units, and of points of one stage only: others have too many plans."""
 FEW = 4
 """With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
@@ -61,6 +62,7 @@ class _State:
     gap: float = 0.0
     floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
     counter: int = 0
+    many: bool = False  # units
     spare: int = 0  # plans that may be evaluated to close gaps
     deadline_s: float = math.inf
     looks: int = 0  # since a plan was priced out of order
@@ -117,7 +119,7 @@ class _State:
         if point.schedule != "1f1b" or (point.pipeline == 1 and plain):
             # There is no other plan, or none faster.
             self.settle(outcome.step_s if outcome is not None else math.inf)
-        elif bound >= self.limit or self.spare <= 0:
+        elif bound >= self.limit or self.spare <= 0 or (self.many and point.pipeline > 1):
             self.settle(bound)
         else:
             heapq.heappush(self.open, (bound, 4, self.counter, point))
@@ -170,9 +172,15 @@ def search(
         on_progress: Called with a line about what is going on.
     """
     begun = time.monotonic()
-    state = _State(problem, Bounds(problem), gap=gap, deadline_s=begun + time_limit_s)
-    if problem.units.count <= FEW_UNITS:
-        state.spare = CLOSED // problem.units.count
+    many = problem.units.count > FEW_UNITS
+    state = _State(
+        problem,
+        Bounds(problem),
+        gap=gap,
+        many=many,
+        spare=SINGLE if many else CLOSED // problem.units.count,
+        deadline_s=begun + time_limit_s,
+    )
     groups = list(problem.space.groups())
     state.bounds.know_largest(groups)
     first = {group: state.bounds.scaled(group, lightest=True) for group in groups}

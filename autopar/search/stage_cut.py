@@ -9,6 +9,7 @@ as its memory allows take the faster of two options.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,35 @@ class Intervals:
     _alone: list[Floats] = field(default_factory=list)
     _ending: list[Floats] = field(default_factory=list)
     _lean: list[tuple[Floats, Ints, Ints]] = field(default_factory=list)
+    _spread: list[tuple[Intervals, Ints]] = field(default_factory=list)
+
+    def spread(self, start: Ints, stop: Ints, kind: Ints) -> Intervals:
+        """Intervals of which each is like one of these.
+
+        Args:
+            start: First unit of each, shape (K,).
+            stop: Unit behind its last.
+            kind: Number of the one that it is like.
+        """
+        found = Intervals(
+            start=start,
+            stop=stop,
+            sums=self.sums[..., kind],
+            saved=self.saved[:, kind],
+            layers=self.layers[kind],
+            alike=self.alike[kind],
+            static=self.static[kind],
+            tail_s=self.tail_s[kind],
+            sync_s=self.sync_s[kind],
+            edge_bytes=self.edge_bytes[kind],
+            full_buckets=np.broadcast_to(self.full_buckets, self.start.shape)[kind],
+            num_units=self.num_units,
+            layer_sums=None if self.layer_sums is None else self.layer_sums[..., kind],
+            layer_saved=None if self.layer_saved is None else self.layer_saved[:, kind],
+            working=None if self.working is None else self.working[:, kind],
+        )
+        found._spread.append((self, kind))
+        return found
 
     @property
     def layered(self) -> tuple[Floats, Floats]:
@@ -103,7 +133,11 @@ class Intervals:
 
     def plain(self, speed: Speed) -> tuple[Floats, Floats]:
         """Seconds of F and B where nothing is computed again."""
-        if not self._plain:
+        if not self._plain and self._spread:
+            kinds, kind = self._spread[0]
+            forward, backward = kinds.plain(speed)
+            self._plain.append((forward[kind], backward[kind]))
+        elif not self._plain:
             self._plain.append(durations(self.sums[-1], speed))
         return self._plain[0]
 
@@ -117,7 +151,10 @@ class Intervals:
 
     def alone(self, speed: Speed) -> Floats:
         """Seconds of B at least if it does not wait for the collectives beside it."""
-        if not self._alone:
+        if not self._alone and self._spread:
+            kinds, kind = self._spread[0]
+            self._alone.append(kinds.alone(speed)[kind])
+        elif not self._alone:
             self._alone.append(kernel_seconds(self.sums[-1, 1] + self.sums[-1, 2], speed))
         return self._alone[0]
 
@@ -213,6 +250,26 @@ class Filled:
     high: Ints
     upgraded: Floats
 
+    def each(self, kind: Ints | None, looked_at: NDArray[np.bool_] | None) -> list[Filled]:
+        """Those of every stage, of arrays of all; see `fill_all`."""
+
+        def spread(values: Any) -> Any:
+            return values if kind is None else values.take(kind, axis=-1)
+
+        forward = spread(self.forward_s)
+        if looked_at is not None:
+            forward = np.where(looked_at, forward, np.inf)
+        alone = spread(self.alone_s)
+        rest = (self.backward_s, self.ending_s, self.low, self.high, self.upgraded)
+        rows = zip(forward, *map(spread, rest), strict=True)
+        return [
+            Filled(
+                forward_s=f, backward_s=b, alone_s=alone, ending_s=ending, low=low, high=high,
+                upgraded=number,
+            )
+            for f, b, ending, low, high, number in rows
+        ]  # fmt: skip
+
 
 def fill(
     intervals: Intervals, speed: Speed, under_way: float, room_bytes: float, *, relaxed: bool
@@ -230,6 +287,7 @@ def fill_all(
     room_bytes: Floats,
     *,
     relaxed: bool,
+    kind: Ints | None = None,
     looked_at: NDArray[np.bool_] | None = None,
     over_bytes: Floats | None = None,
 ) -> list[Filled]:
@@ -241,6 +299,8 @@ def fill_all(
         under_way: Microbatches whose saved memory is live at once, shape (stages,).
         room_bytes: What all memory may take, shape (stages,).
         relaxed: Let a part of a layer take an option: a bound.
+        kind: Number of the one of `intervals` that each candidate is like, shape (K,); by default
+            they are the candidates.
         looked_at: Candidates that a stage may be, shape (stages, K); all by default.
         over_bytes: What is known to be neither static nor saved, shape (stages,).
     """
@@ -261,7 +321,7 @@ def fill_all(
     fits = left >= under_way[:, None] * intervals.saved[-1] + beside
     lean = under_way[:, None] * intervals.leanest()[0] + over[:, None]
     rest = ~fits & (left >= lean)
-    if looked_at is not None:
+    if kind is None and looked_at is not None:
         fits, rest = fits & looked_at, rest & looked_at
     # The last option computes nothing again: where it fits, nothing is faster.
     for values, plain in zip(
@@ -274,18 +334,7 @@ def fill_all(
             found, intervals, speed, under_way[stages], left[rest], over[stages],
             stages, candidates, relaxed,
         )  # fmt: skip
-    return [
-        Filled(
-            forward_s=found.forward_s[stage],
-            backward_s=found.backward_s[stage],
-            alone_s=found.alone_s,
-            ending_s=found.ending_s[stage],
-            low=found.low[stage],
-            high=found.high[stage],
-            upgraded=found.upgraded[stage],
-        )
-        for stage in range(shape[0])
-    ]
+    return found.each(kind, looked_at)
 
 
 def _fill_rest(

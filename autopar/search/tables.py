@@ -104,18 +104,27 @@ def unit_table(
         wanted = book.wanted(programs, own)
         saved.append(book.saved(wanted))
         working.append(book.working(programs, own, wanted))
-    local = rank.grid.local_shape
-    numel = [
-        math.prod(local(item.value.spec.shape, placement.pair(item.value.name).forward))
-        for item in units.graph.parameters()
-    ]
+    numel = _local_elements(units, placement, rank)
     return UnitTable(
         seconds=np.stack(seconds),
         saved_bytes=np.stack(saved),
         working_bytes=np.stack(working),
-        numel=np.array(numel, dtype=np.float64),
+        numel=numel,
         edge_bytes=_edge_bytes(units, placement, rank),
     )
+
+
+def _local_elements(units: Units, placement: Placement, rank: Rank) -> Floats:
+    """Local elements of every parameter."""
+    known: dict[object, int] = {}
+    found = []
+    for item in units.graph.parameters():
+        shape, pair = item.value.spec.shape, placement.pair(item.value.name)
+        key = (shape, id(pair))
+        if key not in known:
+            known[key] = math.prod(rank.grid.local_shape(shape, pair.forward))
+        found.append(known[key])
+    return np.array(found, dtype=np.float64)
 
 
 def _edge_bytes(units: Units, placement: Placement, rank: Rank) -> Floats:
