@@ -11,7 +11,6 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
-from autopar.imports.read import resolve
 from autopar.plan.extras import POLICIES, split_text
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.sharding.mesh import Mesh
@@ -31,6 +30,13 @@ MODEL_HELP = (
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_width(parser: argparse.ArgumentParser) -> None:
+    """``--width``."""
+    parser.add_argument(
+        "--width", type=int, metavar="N", help="columns (default: those of the terminal, or 100)"
+    )
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +207,8 @@ def _read_constraints(
 
     What a framework's configuration says beside that is printed.
     """
+    from autopar.imports.read import resolve
+
     text = options.constraints
     if not text.lstrip().startswith("{"):
         found = resolve(

@@ -1,0 +1,1 @@
+"""Plans for people: views for the terminal, traces and a page for browsers."""
