@@ -17,7 +17,7 @@ from autopar.cost_models.device import Device
 from autopar.cost_models.events import schedule_of
 from autopar.cost_models.implementation import CPU, CUDA, Implementation
 from autopar.cost_models.layout import Layout, Placement
-from autopar.cost_models.memory import RankMemory, rank_memory, stage_edges, static_memory
+from autopar.cost_models.memory import RankMemory, rank_memory, stage_edges
 from autopar.cost_models.messages import Messages
 from autopar.cost_models.optimizer import OPTIMIZERS, OptimizerMemory
 from autopar.cost_models.pricing import Prices, Speed, StageCost, price_stage
@@ -33,6 +33,7 @@ from autopar.cost_models.software import (
 )
 from autopar.cost_models.software import stack as find_stack
 from autopar.cost_models.stages import StageModel, stage_models
+from autopar.cost_models.static import KnownStatic
 from autopar.cost_models.timing import Timing
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
@@ -273,14 +274,15 @@ class Evaluator:
         devices = devices_of(self.cluster, plan, schedule)
         mesh, names = fine_mesh_of(plan)
         prices = Prices(self.cluster, mesh, names)
-        costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software)
+        known = KnownStatic(self.software.optimizer)
+        costs = _stage_costs(models, schedule.stage_ranks, devices, prices, self.software, known)
         timing = _timing(plan, schedule, models, costs, prices, self.software.speed)
         timeline = timing.timeline(schedule)
         factor = idle_cores_factor(timeline, devices[0].node, plan.device_mesh.size)
         timeline, timing = faster(timeline, factor), replace(timing, factor=factor)
         costs = tuple(faster_cost(cost, factor) for cost in costs)
         ranks = tuple(
-            self._rank(plan, models, rank, split, devices[rank])
+            self._rank(plan, models, rank, split, devices[rank], known)
             for rank, split in enumerate(timeline.splits)
         )
         return Prediction(
@@ -307,9 +309,10 @@ class Evaluator:
         rank: int,
         split: Split,
         device: Device,
+        known: KnownStatic,
     ) -> RankCost:
         software = self.software
-        memory = rank_memory(models, plan, rank, **self.memory_options())
+        memory = rank_memory(models, plan, rank, known=known, **self.memory_options())
         return RankCost(
             rank=rank,
             time=split,
@@ -393,6 +396,7 @@ def _stage_costs(
     devices: tuple[Device, ...],
     prices: Prices,
     software: Software,
+    static: KnownStatic,
 ) -> tuple[StageCost, ...]:
     """What every stage takes; equal stages are priced once."""
     known: dict[object, StageCost] = {}
@@ -401,7 +405,7 @@ def _stage_costs(
         device = devices[places[model.index]]
         key = (id(model.work.kernels), device.name)
         if key not in known:
-            held = static_memory(model.parameters, model.buckets, software.optimizer)
+            held = static.of(model.parameters, model.buckets)
             touched = held.updated * software.speed.update_passes
             touched *= _streamed(device) / update_bandwidth(device)
             known[key] = price_stage(model, device, prices, software.speed, touched)

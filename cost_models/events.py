@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from autopar.plan.plan import Plan
 from autopar.schedules.actions import (
@@ -23,6 +23,10 @@ from autopar.schedules.actions import (
 )
 from autopar.schedules.communicate import add_communication
 from autopar.schedules.make import make_schedule
+
+if TYPE_CHECKING:  # numpy: not for those who only look at a plan
+    import numpy as np
+    from numpy.typing import NDArray
 
 AHEAD = 2
 """Receives that are posted before the list comes to them; as in `autopar.runtime.execute`."""
@@ -129,6 +133,52 @@ def _events(
     rank: int,
 ) -> tuple[Event, ...]:
     return tuple(walk_actions(_with_messages(key, edges, gradient_edges), rank))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EventKinds:
+    """Events of a rank without microbatches: few differ.
+
+    Attributes:
+        examples: An event of every kind.
+        numbers: The kind of each event, as a place among `examples`.
+    """
+
+    examples: tuple[Event, ...]
+    numbers: NDArray[np.int64]
+
+
+def event_kinds(
+    plan: Plan, edges: frozenset[Edge], gradient_edges: frozenset[Edge], rank: int
+) -> EventKinds:
+    """Kinds of the events that `rank_events` gives."""
+    part = plan.pipeline
+    key = (
+        part.schedule, part.ranks(plan.mesh), part.microbatches, part.chunks, part.update_every,
+        part.vertical_sync,
+    )  # fmt: skip
+    return _event_kinds(key, edges, gradient_edges, rank)
+
+
+@lru_cache(maxsize=4096)
+def _event_kinds(
+    key: tuple[str, int, int, int, int, bool],
+    edges: frozenset[Edge],
+    gradient_edges: frozenset[Edge],
+    rank: int,
+) -> EventKinds:
+    import numpy as np
+
+    places: dict[tuple[object, ...], int] = {}
+    examples: list[Event] = []
+    numbers: list[int] = []
+    for event in _events(key, edges, gradient_edges, rank):
+        kind = (event.kind, event.stage, event.what, event.peer, event.last)
+        place = places.setdefault(kind, len(places))
+        if place == len(examples):
+            examples.append(event)
+        numbers.append(place)
+    return EventKinds(tuple(examples), np.array(numbers, dtype=np.int64))
 
 
 def walk_actions(schedule: Schedule, rank: int) -> Iterator[Event]:

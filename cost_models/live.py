@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # numpy: not for those who only look at a plan
+    import numpy as np
+    from numpy.typing import NDArray
 
 KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "saved", "boundary", "outputs",
@@ -106,6 +111,41 @@ class Live:
         self.total += size
         if size > 0:
             self.look()
+
+    def apart(self) -> Live:
+        """Nothing yet, to see what something does that depends on nothing before."""
+        found = Live({}, notes=False)
+        found.top = -(2**62)
+        return found
+
+    def follow(self, changes: Sequence[Live], numbers: NDArray[np.int64]) -> None:
+        """Several changes, one after the other.
+
+        Args:
+            changes: What happens, each from nothing.
+            numbers: Which of them, in order.
+        """
+        import numpy as np
+
+        if not len(numbers):
+            return
+        nets = np.array([item.total for item in changes], dtype=np.int64)[numbers]
+        tops = np.array([item.top for item in changes], dtype=np.int64)[numbers]
+        before = self.total + np.cumsum(nets) - nets
+        rows = np.array([item.rows for item in changes], dtype=np.int64)
+
+        def after(count: int) -> list[int]:
+            times = np.bincount(numbers[:count], minlength=len(changes))
+            return [a + b for a, b in zip(self.rows, (times @ rows).tolist(), strict=True)]
+
+        highest = int(np.argmax(before + tops))
+        top = int(before[highest] + tops[highest])
+        if top > self.top:
+            item = changes[int(numbers[highest])]
+            self.top, self.where = top, item.where
+            self._peak = [a + b for a, b in zip(after(highest), item._peak, strict=True)]
+        self.rows = after(len(numbers))
+        self.total = sum(self.rows)
 
     def move(self, kind: str, other: str, size: int) -> None:
         """Bytes are now for something else."""

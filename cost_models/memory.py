@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost_models.buckets import Bucket
-from autopar.cost_models.events import Edge, rank_events, schedule_of
+from autopar.cost_models.events import Edge, event_kinds, rank_events, schedule_of
 from autopar.cost_models.live import KINDS, Moment
 from autopar.cost_models.optimizer import OptimizerMemory
 from autopar.cost_models.stages import StageModel
-from autopar.cost_models.static import Static, static_memory
+from autopar.cost_models.static import KnownStatic, Static, static_memory
 from autopar.cost_models.walk import Walk, reduced_bytes
 from autopar.plan.plan import Plan
 
@@ -78,6 +78,7 @@ def rank_memory(
     positions: Callable[[Bucket], int] = lambda bucket: 0,
     moments: bool = False,
     make_walk: Callable[..., Walk] = Walk,
+    known: KnownStatic | None = None,
 ) -> RankMemory:
     """Walk over the step of a pipeline rank.
 
@@ -92,14 +93,13 @@ def rank_memory(
         positions: Place of the rank in the group of a bucket of ZeRO.
         moments: Whether to note live bytes action by action.
         make_walk: Makes the walk; another kind may note more.
+        known: What stages hold at all times, of this optimizer and these positions.
     """
     schedule = schedule_of(plan)
     stages = schedule.stages_of(rank)
     mine = {stage: models[stage] for stage in stages}
-    held = {
-        stage: static_memory(model.parameters, model.buckets, optimizer, positions=positions)
-        for stage, model in mine.items()
-    }
+    known = known or KnownStatic(optimizer, positions)
+    held = {stage: known.of(model.parameters, model.buckets) for stage, model in mine.items()}
     resident = _resident(mine, held, schedule.num_microbatches, input_bytes)
     resident["buffers"] += buffer_bytes
     for stage in stages:
@@ -116,7 +116,10 @@ def rank_memory(
         delayed=frozenset(stage for stage in stages if schedule.delay(stage)),
         gloo=gloo, moments=moments,
     )  # fmt: skip
-    live = walk.run(rank_events(plan, *edges, rank))
+    if make_walk is Walk and walk.is_plain:
+        live = walk.run_kinds(event_kinds(plan, *edges, rank))
+    else:
+        live = walk.run(rank_events(plan, *edges, rank))
     return RankMemory(
         rank=rank,
         stages=stages,

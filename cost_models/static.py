@@ -53,6 +53,32 @@ class Static:
         return self.parameters + self.parameter_padding
 
 
+class KnownStatic:
+    """Static memory of stages, looked at once for all that share parameters and buckets.
+
+    Args:
+        optimizer: What is kept.
+        positions: Place of the rank in the group of a bucket.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerMemory,
+        positions: Callable[[Bucket], int] = lambda bucket: 0,
+    ) -> None:
+        self.optimizer, self.positions = optimizer, positions
+        # What is keyed by identity is kept, so that no other object gets its place.
+        self._known: dict[tuple[int, int], tuple[object, object, Static]] = {}
+
+    def of(self, parameters: Sequence[LocalParameter], buckets: Sequence[Bucket]) -> Static:
+        """See `static_memory`."""
+        key = (id(parameters), id(buckets))
+        if key not in self._known:
+            found = static_memory(parameters, buckets, self.optimizer, positions=self.positions)
+            self._known[key] = (parameters, buckets, found)
+        return self._known[key][2]
+
+
 def static_memory(
     parameters: Iterable[LocalParameter],
     buckets: Sequence[Bucket],

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from autopar.cost_models.buckets import Bucket
-from autopar.cost_models.events import Event
+from autopar.cost_models.events import Event, EventKinds
 from autopar.cost_models.frames import Frames
 from autopar.cost_models.live import Change, Live
 from autopar.cost_models.stages import StageModel
@@ -65,6 +65,25 @@ class Walk:
             self._step(event)
         self._finish()
         return self.live
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what an event does depends on its kind alone: not on what came before."""
+        frames = self.frames
+        shared = any(frames.shared.values()) or frames.many
+        return not (self.live.notes or self.asynchronous or self.delayed or shared)
+
+    def run_kinds(self, events: EventKinds) -> Live:
+        """The same as `run` where it is plain: each kind of event is looked at once."""
+        live, changes = self.live, []
+        for event in events.examples:
+            self.live = self.frames.live = live.apart()
+            self._step(event)
+            changes.append(self.live)
+        self.live = self.frames.live = live
+        live.follow(changes, events.numbers)
+        self._finish()
+        return live
 
     def _step(self, event: Event) -> None:
         stage, way, peer, microbatch = event.stage, event.what, event.peer, event.microbatch
