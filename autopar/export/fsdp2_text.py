@@ -250,6 +250,14 @@ def shared_parameters(parts, ties, holder):
     return found
 
 
+def settled(parameter):
+    """A rank's part of a gradient, which is first laid out as its parameter is."""
+    if isinstance(parameter.grad, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.grad = parameter.grad.redistribute(mesh, placements)
+    return local(parameter.grad)
+
+
 def stage_of(name):
     """The stage that holds a parameter; the last one has what `STAGES` leaves out."""
     for number, modules in enumerate(STAGES):

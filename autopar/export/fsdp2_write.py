@@ -354,10 +354,11 @@ def _gradients(script: Script) -> list[str]:
     if script.stages:
         lines += [
             "        for copies, group in self.shared:",
-            "            total = sum(local(parameter.grad) for parameter in copies)",
+            "            gradients = [settled(parameter) for parameter in copies]",
+            "            total = sum(gradients)",
             "            dist.all_reduce(total, group=group)",
-            "            for parameter in copies:",
-            "                local(parameter.grad).copy_(total)",
+            "            for gradient in gradients:",
+            "                gradient.copy_(total)",
         ]
     return lines
 
