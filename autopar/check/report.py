@@ -93,7 +93,7 @@ class Report:
             yield "what the file says and a plan cannot hold"
             yield from (f"  {remark.text()}" for remark in setting.remarks)
         if setting.ignored:
-            yield f"{len(setting.ignored)} settings of data, optimisation and logging do not matter"
+            yield setting.ignored_text()
 
     def _memory_line(self) -> str:
         now = self.now

@@ -288,11 +288,14 @@ class Imported:
         """What a plan that is made from it should say: the remarks, and what was ignored."""
         found = [f"{self.where}: {remark.text()}" for remark in self.remarks]
         if self.ignored:
-            found.append(
-                f"{self.where}: {len(self.ignored)} settings of data, optimisation and logging do"
-                " not concern the plan"
-            )
+            found.append(f"{self.where}: {self.ignored_text()}")
         return tuple(found)
+
+    def ignored_text(self) -> str:
+        """How many settings say nothing about a plan."""
+        count = len(self.ignored)
+        verb = "settings do" if count > 1 else "setting does"
+        return f"{count} other {verb} not concern the plan (data, optimisation, logging)"
 
 
 _POLICIES = ("full", "selective")
