@@ -21,6 +21,8 @@ COMMANDS = {
     "models": "list the models that can be named",
     "show": "print a plan: what is split over what, and why it fits",
     "explain": "say where a plan's seconds and bytes come from, and why no other plan was taken",
+    "simulate": "write the predicted step of a plan as a Chrome trace",
+    "report": "write a plan as one HTML page: step and memory over time, parameters, alternatives",
     "lint": "report everything that is wrong with a plan file",
     "diff": "compare two plans",
     "reprice": "predict a plan anew: another cluster, batch or sequence length",
@@ -28,7 +30,7 @@ COMMANDS = {
     "verify": "run sharded on local ranks beside one device, and compare everything",
     "dryrun": "execute ranks of a plan without their devices, and report what they hold",
     "run": "start a script on several local ranks",
-    "profile": "measure this machine, and write a cluster file",
+    "profile": "measure this machine, or mend a cluster with a measured step; write a cluster file",
     "validate": "price published training runs, and print the errors",
 }
 _EXITS = "exit codes: 0 yes, 1 no (not equal, infeasible), 2 bad input, 3 an error in autopar"
