@@ -22,7 +22,7 @@ from autopar.search.chain_bounds import (
     stage_bound,
 )
 from autopar.search.exchange import Exchanged
-from autopar.search.planned import planned_s
+from autopar.search.planned import planned_s, programs_of
 from autopar.search.problem import Outcome
 from autopar.search.space import Point
 from autopar.search.stage_cut import (
@@ -367,7 +367,11 @@ class Bounds(Candidates):
         small = point.microbatches * point.num_stages <= SIMULATED
         if small and found < limit / sharing:
             speed, each = self.problem.software.speed, self._programs(point, stages)
-            found = max(found, planned_s(point, each, stages.filled, cut, chain, wires, speed))
+            programs = [
+                programs_of(mine, item, k, speed)
+                for mine, item, k in zip(each, stages.filled, cut.chosen, strict=True)
+            ]
+            found = max(found, planned_s(point, each, cut, chain, wires, programs))
         return min(found, lean) * sharing
 
     def lean(self, point: Point) -> float:

@@ -22,7 +22,7 @@ from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import SIMULATED, Bounds
 from autopar.search.candidates import Stages
 from autopar.search.chain_bounds import Chain, least_from_behind, stage_bound
-from autopar.search.planned import planned_s
+from autopar.search.planned import Tasks, planned_s, programs_of
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.space import Point
 from autopar.search.stage_cut import (
@@ -37,8 +37,8 @@ from autopar.search.stage_cut import (
 Floats = NDArray[np.float64]
 Mix = tuple[int, int, int]
 Chosen = tuple[tuple[int, int], ...]
-LOOKS = 60
-"""Branches that are looked at for each plan that may be evaluated."""
+LOOKS = 20
+"""Branches that are looked at in the time in which a plan is evaluated, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class Closed:
     Attributes:
         best: The fastest plan that was evaluated and fits.
         bound_s: No plan of the point takes less, or less than the limit.
-        evaluated: Plans that were evaluated.
+        spent: Plans that could have been evaluated in the time that it took, about.
     """
 
     best: Outcome | None
     bound_s: float
-    evaluated: int
+    spent: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +99,7 @@ class Closing:
     evaluated: int = 0
     heap: list[tuple[float, int, int, Chosen]] = field(default_factory=list)
     known: dict[tuple[int, int], Variants] = field(default_factory=dict)
+    timed: dict[tuple[int, int, int], Tasks] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -196,10 +197,18 @@ class Closing:
         mine = [self.variants(s, k) for s, (k, _) in enumerate(chosen)]
         cut = Cut(chosen=tuple(v for _, v in chosen), value=0.0)
         wires = self.problem.wires(point)
+        programs = [self.programs(s, k, v) for s, (k, v) in enumerate(chosen)]
         return planned_s(
-            point, [item.intervals for item in mine], [item.filled for item in mine], cut,
-            self.chain, wires, self.problem.software.speed,
+            point, [item.intervals for item in mine], cut, self.chain, wires, programs
         )  # fmt: skip
+
+    def programs(self, stage: int, k: int, v: int) -> Tasks:
+        """What the programs of a stage take, at least."""
+        if (stage, k, v) not in self.timed:
+            mine = self.variants(stage, k)
+            speed = self.problem.software.speed
+            self.timed[stage, k, v] = programs_of(mine.intervals, mine.filled, v, speed)
+        return self.timed[stage, k, v]
 
 
 def opened(bounds: Bounds, point: Point, limit: float) -> Closing | None:
@@ -232,23 +241,25 @@ def close(
         bounds: Bounds of the problem.
         point: A point of 1F1B.
         limit: Seconds; plans that take as long are of no interest.
-        plans: Most plans to evaluate.
+        plans: Most plans to evaluate, or what takes about as long.
         stopped: Whether to stop at once.
     """
     closing = opened(bounds, point, limit)
     if closing is None:
-        return Closed(best=None, bound_s=math.inf, evaluated=0)
+        return Closed(best=None, bound_s=math.inf, spent=0)
     closing.push(float(closing.behind[0][0]) * bounds.sharing(), 0, ())
-    looks = LOOKS * plans
-    while closing.heap and closing.evaluated < plans and looks > 0 and not stopped():
+    looks = spent = 0
+    while closing.heap and spent < plans and not stopped():
         bound, depth, _, chosen = heapq.heappop(closing.heap)
         if bound >= closing.limit:  # and so is all that is left
             closing.heap.clear()
             break
         closing.look(bound, -depth, chosen)
-        looks -= 1
+        looks += 1
+        spent = closing.evaluated + looks // LOOKS
     left = closing.heap[0][0] if closing.heap else math.inf
-    return Closed(best=closing.best, bound_s=min(left, closing.limit), evaluated=closing.evaluated)
+    bound_s = min(left, closing.limit)
+    return Closed(best=closing.best, bound_s=bound_s, spent=spent)
 
 
 def options_of(problem: Problem, start: int, stop: int, mix: Mix) -> list[int]:

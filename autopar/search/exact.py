@@ -131,7 +131,7 @@ class _State:
             self.bounds, point, self.limit, self.spare,
             lambda: time.monotonic() > self.deadline_s,
         )  # fmt: skip
-        self.spare -= found.evaluated
+        self.spare -= found.spent
         if found.best is not None:
             self.take(found.best)
         self.settle(max(bound, found.bound_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -27,34 +28,29 @@ from autopar.search.stage_cut import (
 PHASES = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
 
 
+Tasks = Mapping[tuple[str, bool], Task]
+"""What programs of a stage take by action kind, the last of a step and others."""
+
+
 def planned_s(
     point: Point,
     intervals: list[Intervals],
-    filled: list[Filled],
     cut: Cut,
     chain: Chain,
     wires: Wires,
-    speed: Speed,
+    programs: Sequence[Tasks],
 ) -> float:
     """Seconds of a step of given stages, at least.
 
     Args:
         point: The point.
         intervals: For every stage the candidates.
-        filled: For every stage what they keep.
         cut: The numbers of those that are taken.
         chain: What is known of the step.
         wires: Between pipeline ranks.
-        speed: Of the software.
+        programs: For every stage what `programs_of` says.
     """
     schedule = schedule_of(point.plan())
-    tasks: dict[tuple[str, int, bool], Task] = {}
-    for stage, k in enumerate(cut.chosen):
-        mine = intervals[stage]
-        tasks |= {
-            (kind, stage, last): task
-            for (kind, last), task in _tasks(mine, filled[stage], k, speed).items()
-        }
     places = schedule.stage_ranks
     sizes = [float(mine.edge_bytes[k]) for mine, k in zip(intervals, cut.chosen, strict=True)]
     known: dict[tuple[int, int], float] = {}
@@ -74,7 +70,7 @@ def planned_s(
             return Task()
         done[action.stage, action.kind] += 1
         last = done[action.stage, action.kind] % schedule.microbatches_per_update == 0
-        return tasks[action.kind, action.stage, last]
+        return programs[action.stage][action.kind, last]
 
     edges = _edges(intervals, cut, chain)
     return simulate(schedule, task_of, transfer_s, edges=edges, gradient_edges=edges).step_s
@@ -90,10 +86,15 @@ def _edges(intervals: list[Intervals], cut: Cut, chain: Chain) -> set[tuple[int,
     return set(pairwise(main))
 
 
-def _tasks(
-    intervals: Intervals, filled: Filled, k: int, speed: Speed
-) -> dict[tuple[str, bool], Task]:
-    """What the programs of a stage take, the last of a step and others."""
+def programs_of(intervals: Intervals, filled: Filled, k: int, speed: Speed) -> Tasks:
+    """What the programs of a stage take, at least.
+
+    Args:
+        intervals: The candidates.
+        filled: What they keep.
+        k: Number of the stage's.
+        speed: Of the software.
+    """
     at = slice(k, k + 1)
     mixed, _ = intervals.mixed(filled.low[at], filled.high[at], filled.upgraded[at], np.array([k]))
     sums = mixed[..., 0]
