@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.export.facts import Facts, facts_of, parameter_bytes
 from autopar.export.layers import Layers, StageLayers, layers_of, recomputed, stage_layers
 from autopar.export.result import Loss
-from autopar.export.splits import Split, group_of, splits_of
+from autopar.export.splits import Split, splits_of
 from autopar.plan.plan import Plan
 
 
@@ -175,11 +175,6 @@ def again(work: Work) -> str:
     if not work.layers.count and work.plan.recompute:
         return "mixed"
     return kinds.pop() if len(kinds) == 1 else ("mixed" if kinds else "none")
-
-
-def broken_groups(splits: Iterable[Split]) -> set[str]:
-    """Groups of matrices (see `group_of`) of which some are split as engines cannot."""
-    return {group_of(split) for split in splits if not split.plain}
 
 
 def describe(plan: Plan) -> str:

@@ -82,10 +82,6 @@ class Facts:
         """Whether the schedule updates parameters while older microbatches are under way."""
         return SCHEDULES[self.plan.pipeline.schedule].asynchronous
 
-    def axis_bytes(self, parameters: Iterable[ParameterPlan]) -> int:
-        """Bytes of whole parameters."""
-        return sum(parameter_bytes(item) for item in parameters)
-
 
 def parameter_bytes(item: ParameterPlan) -> int:
     """Bytes of a whole parameter."""
