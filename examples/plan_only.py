@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 import autopar
-from autopar.cost_models.explain import memory_tree, time_tree
+from autopar.report.explain import explain
+from autopar.report.show import show
 from autopar.runtime.tiny_gpt import GPT, GPTConfig
 
 
@@ -20,8 +21,8 @@ def main() -> None:
         tokens = torch.empty(512, 2048, dtype=torch.int64)
     cluster = autopar.ClusterSpec.parse("8x8xH100-SXM")
     found = autopar.search(model, cluster, (tokens, tokens))
-    print(found.plan.summary())
-    print(*time_tree(found.prediction).lines(), *memory_tree(found.prediction).lines(), sep="\n")
+    print(show(found.plan, width=100))
+    print(explain(found.plan, width=100))
     megatron = autopar.plan(
         model,
         cluster,

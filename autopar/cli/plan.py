@@ -14,7 +14,6 @@ from autopar.errors import PlanError
 from autopar.units import format_bytes
 
 if TYPE_CHECKING:
-    from autopar.cost_models.evaluate import Prediction
     from autopar.plan.plan import Plan
     from autopar.runtime.loader import LoadedModel
     from autopar.search.find import Found
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         constraints=constraints,
         strict=options.strict,
     )
-    _write(options, plan, found, [])
+    _write(options, plan, [])
     if found is None and options.cluster:
         print(
             "no prediction: the model returns no loss, or the memory of these CPUs is not measured;"
@@ -138,7 +137,7 @@ def _search(
         changes = [*sensitivity(found.problem), *front(found.problem)]
         plan = with_changes(plan, changes)
         more += _what_if(found, changes)
-    _write(options, plan, found.prediction, more)
+    _write(options, plan, more)
     return 0
 
 
@@ -174,21 +173,17 @@ def _runners_up(result: SearchResult, count: int) -> list[str]:
     return ["runners-up (predicted)", *lines] if lines else []
 
 
-def _write(
-    options: argparse.Namespace, plan: Plan, found: Prediction | None, more: list[str]
-) -> None:
+def _write(options: argparse.Namespace, plan: Plan, more: list[str]) -> None:
     if options.output:
         plan.save(options.output)
     if options.json:
         print(plan.to_json(), end="")
-    else:
-        from autopar.cost_models.explain import memory_tree, time_tree
+        return
+    from autopar.report.show import show
+    from autopar.report.terminal import check_width, in_colour
 
-        print(plan.summary())
-        if found is not None:
-            lines = [*time_tree(found).lines(), *memory_tree(found).lines()]
-            print("predicted", *(f"  {line}" for line in lines), sep="\n")
-        for line in more:
-            print(line)
-        if options.output:
-            print(f"saved to {options.output}", file=sys.stderr)
+    print(show(plan, check_width(None), colour=in_colour()))
+    for line in more:
+        print(line)
+    if options.output:
+        print(f"saved to {options.output}", file=sys.stderr)

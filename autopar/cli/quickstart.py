@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
     from autopar import api
     from autopar.cost_models.cluster import ClusterSpec
+    from autopar.report.show import show
+    from autopar.report.terminal import LEAST_WIDTH
     from autopar.runtime.launch import LocalRanks
     from autopar.runtime.loader import load_model
     from autopar.sharding.mesh import Mesh
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         mesh=mesh,
         constraints="megatron",
     )
-    console.print(plan.summary(), markup=False, highlight=False)
+    console.print(show(plan, max(console.width, LEAST_WIDTH)), markup=False, highlight=False)
 
     with LocalRanks(mesh.size) as ranks:
         console.rule("Is it the same model? Sharded against one device")

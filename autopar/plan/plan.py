@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from autopar.plan.forecast import Forecast
-from autopar.plan.parts import PipelinePlan, ZeroPlan, part_lines
+from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.shapes import dump
 from autopar.plan.strategies import prime_factors
 from autopar.sharding.mesh import Mesh
@@ -171,30 +171,3 @@ class Plan:
             f"{what} over {' and '.join(dict.fromkeys(names))}" for what, names in split.items()
         ]
         return ", ".join(parts) or "whole"
-
-    def summary(self) -> str:
-        """A few lines for people: mesh, what is split over what, what is not."""
-        lines = [
-            f"mesh      {Mesh(self.mesh)}  ({Mesh(self.mesh).size} ranks)",
-            f"strategy  {self.strategy}" + ("" if self.searched else "  (not searched)"),
-        ]
-        for axis, factors in self.order:
-            extra = ", parameters stored split" if axis in self.storage else ""
-            lines.append(f"  {axis:<8}splits {', '.join(factors) or 'nothing'}{extra}")
-        lines += part_lines(self.pipeline, self.zero, self.recompute, self.mesh)
-        if self.overrides:
-            lines.append(f"  {len(self.overrides)} ops chosen one by one")
-        groups: dict[str, list[ParameterPlan]] = {}
-        for item in self.parameters:
-            groups.setdefault(self.placed(item.placement), []).append(item)
-        lines.append("parameters")
-        for text, items in groups.items():
-            names = ", ".join(item.fqn for item in items[:3]) + (", ..." if len(items) > 3 else "")
-            lines.append(f"  {len(items):>4} {text}: {names}")
-        for unruled in self.unruled:
-            place = unruled.module or "(root)"
-            lines.append(
-                f"no rule   {unruled.op} in {place}: replicated, {unruled.size_bytes:,} bytes"
-            )
-        lines += [f"note      {note}" for note in self.notes]
-        return "\n".join(lines)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
+from autopar.report.show import show
 from tests.models.cases import hostile, language, structure, vision
 from tests.models.check import ALL_PLANS, Case, agree, compare, on_ranks, placements
 
@@ -297,4 +298,4 @@ def test_a_custom_function_is_reported_with_its_module():
     names = {op.op.rpartition(".")[2] for op in plan.unruled}
     assert names == {"Cast", "Doubled", "Reverse"}
     assert all(op.size_bytes > 0 and "hostile.py" in op.source for op in plan.unruled)
-    assert "Cast" in plan.summary()
+    assert "Cast" in show(plan, 200)

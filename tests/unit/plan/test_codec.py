@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.plan.build import apply_plan, make_plan
-from autopar.plan.plan import Plan, UnruledOp
+from autopar.plan.plan import Plan
 from autopar.sharding.mesh import Mesh
 from tests.models.cases import language
 from tests.models.check import Case
@@ -81,21 +80,18 @@ def test_reading_a_plan_needs_no_torch(tmp_path):
     plan().save(file)
     code = (
         "import sys, autopar; plan = autopar.Plan.load(sys.argv[1]); "
-        "assert 'torch' not in sys.modules; print(plan.summary())"
+        "assert 'torch' not in sys.modules; print(plan.strategy, *plan.notes)"
     )
     made = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
     )
-    assert "megatron  (not searched)" in made.stdout and "a note" in made.stdout
+    assert "megatron" in made.stdout and "a note" in made.stdout
 
 
 def test_the_file_is_for_people():
     text = plan().to_json()
     assert '"0.query.weight"' in text and "heads" in text
     assert "v1" not in text, "names of values are not stable"
-    summary = plan().summary()
-    assert "dp=2,tp=4" in summary and "8 ranks" in summary
-    assert "heads" in summary and "batch" in summary
 
 
 @pytest.mark.parametrize("name", sorted({path[0] for path in paths(data())}))
@@ -165,11 +161,3 @@ def test_missing_and_unreadable_files(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="cannot read"):
         Plan.load(binary)
-
-
-def test_summary_tells_what_has_no_rule():
-    held = copy.replace(plan(), unruled=()) if hasattr(copy, "replace") else plan()
-    assert "no rule" not in held.summary()
-    text = Plan.from_json(json.dumps(data())).summary()
-    assert "no rule   aten.x in m: replicated, 8 bytes" in text
-    assert UnruledOp(op="aten.x", module="m", source="f.py:1", size_bytes=8)

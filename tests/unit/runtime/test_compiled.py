@@ -258,9 +258,6 @@ def test_plans_are_saved_and_carried_out(tmp_path):
     file = tmp_path / "plan.json"
     plan.save(file)
     assert autopar.load_plan(file) == plan
-    summary = plan.summary()
-    for words in ("dp=2,tp=2  (4 ranks)", "megatron  (not searched)", "splits batch", "vocab"):
-        assert words in summary
 
     def body(compiled: CompiledModel):
         return compiled.plan, compiled.step(*case.args)
