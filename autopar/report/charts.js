@@ -3,6 +3,11 @@
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const palette = () => Array.from({ length: 10 }, (_, i) => css("--c" + i));
+// Black or white, whichever is easier to read on a colour such as #2f6db5.
+function ink(colour) {
+  const [r, g, b] = [1, 3, 5].map((i) => (parseInt(colour.slice(i, i + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
+}
 const tip = document.getElementById("tip");
 const ACTIONS = {
   F: ["forward", 0], B: ["backward", 1], I: ["input gradients", 1], W: ["weight gradients", 9],
@@ -180,7 +185,7 @@ class Timeline {
       ctx.fillStyle = colours[row.k[i]];
       ctx.fillRect(a, top, Math.max(0.6, b - a > 3 ? b - a - 0.6 : b - a), tall);
       if (b - a > 26 && tall > 10 && row.k[i] < 4) {
-        ctx.fillStyle = css("--back");
+        ctx.fillStyle = ink(colours[row.k[i]]);
         ctx.textAlign = "center";
         ctx.fillText(`${row.m[i]}`, (a + b) / 2, top + tall / 2);
       }

@@ -189,6 +189,7 @@ function drawMap(items) {
     const share = (100 * item.elements / whole).toFixed(1) + " %";
     tile.style.cssText = `left:${x}px;top:${y}px;width:${width}px;height:${height}px`;
     tile.style.background = colour(item.stored);
+    tile.style.color = ink(colour(item.stored));
     const text = `${item.name}: ${share} of all elements, ${item.stored}`;
     if (width > 46 && height > 18) tile.textContent = `${item.name} ${share}`;
     tile.addEventListener("pointermove", (event) => showTip(event, text));
