@@ -7,13 +7,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.plan.extras import POLICIES, split_text
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from autopar.cost_models.cluster import ClusterSpec
 
 DEFAULT_RANKS = 4
 EXTRAS = ("microbatches", "schedule", "chunks", "zero", "recompute")
@@ -183,6 +185,8 @@ def read_cluster(text: str) -> ClusterSpec:
     Raises:
         ClusterError: If it is neither.
     """
+    from autopar.cost_models.cluster import ClusterSpec
+
     if text.endswith((".yaml", ".yml", ".json")):
         return ClusterSpec.load(text)
     return ClusterSpec.parse(text)
