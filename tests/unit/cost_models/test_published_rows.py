@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cli.validate_text import lines
 from autopar.cost_models.published.folds import counts, distinct, family, fold
 from autopar.cost_models.published.jobs import read_job
 from autopar.cost_models.published.known import Unpriceable
 from autopar.cost_models.published.memory import rank_params
-from autopar.cost_models.published.predict import job_name, memory_quantity
+from autopar.cost_models.published.predict import Validation, job_name, memory_quantity
 from autopar.cost_models.published.rows import SCHEMA, parse_rows, read_rows
 from autopar.errors import InputError
 
@@ -186,3 +187,10 @@ def test_an_unknown_family_is_an_assumption():
     row = next(row for row in read_rows() if row.id.startswith("foundry"))
     sections = {**row.sections, "model": {**row.sections["model"], "family": "frobnicator"}}
     assert any("frobnicator" in text for text in read_job(replace(row, sections=sections)).assumed)
+
+
+def test_errors_of_shipped_rows_come_with_those_of_rows_held_out():
+    nothing = Validation(comparisons=(), skipped=())
+    text = "\n".join(lines(nothing, by_group=False, shipped=True))
+    assert "in-sample" in text and text.count("%") == 3 and "held out" in text.lower()
+    assert "held out" not in "\n".join(lines(nothing, by_group=False, shipped=False)).lower()
