@@ -15,7 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
@@ -26,21 +26,22 @@ from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck, most_even
+from autopar.search.starts import starts
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
 CLOSED, FEW_UNITS = 3000, 40
 """Plans, over the units of a model, that are evaluated to close what is left of a gap."""
 SINGLE = 60
-"""The same for models of more units, and of points of one stage only: others have too many plans."""
+"""The same for models of more units: points of one stage only, as others have too many plans."""
+TIE = 0.25
+"""Share of the gap within which a plan that is more usual is as good."""
 FEW = 4
 """With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
 """How much the slowest stage may exceed the least possible for a smaller sum."""
 PROBE, PAUSE = 0.98, 15
 """A plan that promises to be this much faster is priced before its turn, once in so many looks."""
-TRIED, STARTS = 60, 3
-"""Expert points whose cuts are looked at first, and of which so many are evaluated."""
 LEVELS = (
     "memory of the model", "memory of its shards", "memory of stages at best", "memory of stages",
     "memory, exactly",
@@ -184,7 +185,7 @@ def search(
     groups = list(problem.space.groups())
     state.bounds.know_largest(groups)
     first = {group: state.bounds.scaled(group, lightest=True) for group in groups}
-    for bound, point in _starts(state.bounds, first):
+    for bound, point in starts(state.bounds, first):
         state.evaluate(bound, point)
     for group, bound in first.items():
         state.push(bound, 0, group)
@@ -205,10 +206,12 @@ def search(
             complete = False
             state.push(bound, level, point)
             break
+    lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
+    if state.best is not None and complete:
+        state.best = _most_usual(state, lowest)
     if state.best is not None and op_level:
         state.best = refine(problem, state.best, begun + time_limit_s)
     state.pruned["bound"] += len(state.open)
-    lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
     return SearchResult(
         best=state.best,
         alternatives=_alternatives(state),
@@ -225,31 +228,31 @@ def search(
     )
 
 
-def _starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point]]:
-    """Some plans that experts would take, so that there is something to beat."""
-    space = bounds.problem.space
-    known: list[Point] = []
-    for bound, group in sorted((bound, group) for group, bound in first.items()):
-        if math.isinf(bound) or len(known) >= TRIED:
-            break
-        known += [point for point in space.members(group) if point.zero and is_expert(point)]
-        known += [point for point in space.members(group) if point.data == 1 and is_expert(point)]
-    tight = sorted((bounds.cut(point), point) for point in known)
-    return [item for item in tight if math.isfinite(item[0])][:STARTS]
+def _most_usual(state: _State, lowest: float) -> Outcome:
+    """The best plan, or one with fewer features that is nearly as fast.
 
-
-def is_expert(point: Point) -> bool:
-    """Whether experts would try a point.
-
-    They take data parallelism with any ZeRO, or Megatron-LM's pipeline of 1F1B with one or two
-    chunks and a tensor axis of neighbours.
+    Args:
+        state: The search, over.
+        lowest: What it has proven.
     """
-    if point.data_outside or point.role not in ("", "megatron", "megatron_sp"):
-        return False
-    if point.pipeline == 1 and point.tensor == 1:
-        return True
-    usual = point.schedule == "1f1b" or (point.chunks == 2 and point.schedule == "interleaved_1f1b")
-    return point.zero <= 1 and usual
+    assert state.best is not None
+    best, point = state.best, state.best.candidate.point
+    slowest = best.step_s * (1 + TIE * state.gap)
+    if state.gap > 0:
+        slowest = min(slowest, lowest / (1 - state.gap))
+        for zero in range(point.zero):
+            member = replace(point, zero=zero)
+            if member not in state.tried and member in set(state.problem.space.members(point)):
+                state.evaluate(lowest, member)
+    near = [item for item in state.found if item.fits and item.step_s <= slowest]
+    return min([best, *near], key=lambda item: (_features(item.candidate.point), item.step_s))
+
+
+def _features(point: Point) -> tuple[int, int, int]:
+    """How unusual a point is: what it divides, how, and its ZeRO stage."""
+    divided = (point.pipeline > 1) + (point.tensor > 1)
+    how = (point.schedule != "1f1b") + (point.chunks > 2) + point.data_outside
+    return divided, how + (point.role not in ("", "megatron", "megatron_sp")), point.zero
 
 
 def describe_space(problem: Problem) -> str:

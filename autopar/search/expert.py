@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from autopar.search.bounds import Bounds
-from autopar.search.exact import even_candidate, is_expert
+from autopar.search.exact import even_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
+from autopar.search.starts import is_expert
 
 
 def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:

@@ -1,0 +1,56 @@
+"""Points to begin with: what experts would take, so that there is something to beat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.search.bounds import Bounds
+from autopar.search.space import Point
+
+TRIED, STARTS = 24, 3
+"""Points whose cuts are looked at first, and of which so many are evaluated."""
+FEW_SAMPLES = 2
+"""Most samples of a microbatch on a rank of a pipeline."""
+
+
+def is_expert(point: Point) -> bool:
+    """Whether experts would try a point.
+
+    They take data parallelism with any ZeRO, or Megatron-LM's pipeline of 1F1B with one or two
+    chunks and a tensor axis of neighbours.
+    """
+    if point.data_outside or point.role not in ("", "megatron", "megatron_sp"):
+        return False
+    if point.pipeline == 1 and point.tensor == 1:
+        return True
+    usual = point.schedule == "1f1b" or (point.chunks == 2 and point.schedule == "interleaved_1f1b")
+    return point.zero <= 1 and usual
+
+
+def starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point]]:
+    """Bounds and points of some plans that are worth to be evaluated before all others.
+
+    Of pipelines those with few samples in a microbatch, with any number of chunks; without one, any
+    data parallelism. Meshes of few tables: each takes its time.
+
+    Args:
+        bounds: Bounds of the problem.
+        first: A bound for every group of points.
+    """
+    space, problem = bounds.problem.space, bounds.problem
+    sequence = "megatron_sp" in space.roles
+    known: list[tuple[float, Point]] = []
+    for group, least in first.items():
+        if math.isinf(least) or (sequence and group.role == "megatron"):
+            continue
+        if group.pipeline > 1 and problem.samples(group) > FEW_SAMPLES:
+            continue
+        for point in space.members(group):
+            usual = is_expert(replace(point, chunks=min(point.chunks, 2)))
+            if usual and (point.zero or point.data == 1):
+                known.append((least, point))
+    known.sort()
+    near = sorted((bounds.cheap(point), point) for _, point in known[: 4 * TRIED])
+    tight = sorted((bounds.cut(point), point) for bound, point in near[:TRIED] if bound < math.inf)
+    return [item for item in tight if math.isfinite(item[0])][:STARTS]
