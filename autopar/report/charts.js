@@ -104,7 +104,11 @@ function capacityLine(ctx, left, right, y, label) {
   ctx.stroke();
   ctx.setLineDash([]);
   ctx.textAlign = "right";
-  ctx.fillText(label, right - 4, y - 8);
+  const wide = ctx.measureText(label).width;
+  ctx.fillStyle = css("--back");
+  ctx.fillRect(right - wide - 8, y - 16, wide + 8, 14);
+  ctx.fillStyle = css("--bad");
+  ctx.fillText(label, right - 4, y - 9);
 }
 
 // Starts count from the start before them in the file.
@@ -209,7 +213,7 @@ class Timeline {
     const names = new Map();
     this.data.kinds.forEach((kind, i) => {
       const [name, colour] = ACTIONS[kind];
-      if (used.has(i) && name !== "send") {
+      if (used.has(i)) {
         names.set(name, colour < 0 ? css("--wait") : palette()[colour]);
       }
     });

@@ -12,7 +12,6 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 
 from autopar.cost_models.residuals import Residual
@@ -21,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.report.alternatives import WhyNot, why_not
 from autopar.report.explain import certificate_words, why
 from autopar.report.html_data import chart_data
-from autopar.report.html_table import table
+from autopar.report.html_table import table, text
 from autopar.report.measured import measured_section
 from autopar.report.overview import axes, num_devices, parameters
 from autopar.report.trace import Step
@@ -58,12 +57,12 @@ def report(
     packed = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     slots = {
-        "title": escape(f"{plan.device_mesh} on {step.forecast.cluster.text}"),
+        "title": text(f"{plan.device_mesh} on {step.forecast.cluster.text}"),
         "policy": f"sha256-{digest}",
         "style": (folder / "page.css").read_text(encoding="utf-8"),
         "facts": _facts(step, recording),
         "about": _about(step),
-        "certificate": escape(certificate_words(step.forecast.certificate)),
+        "certificate": text(certificate_words(step.forecast.certificate)),
         "ranks": _ranks(step),
         "options": _options(step),
         "parameters": _parameters(plan),
@@ -101,8 +100,8 @@ def _facts(step: Step, recording: Recording | None) -> str:
         share = (slow.inline_s + slow.exposed_s) / forecast.step_s
         tiles.append(("communication", f"{share:.1%}", "of the step is exposed", "predicted"))
     return "".join(
-        f'<div class="tile"><div class="k">{escape(name)}</div><div class="v">{escape(value)}'
-        f'</div><div class="n">{escape(note)}</div><span class="tag {tag}">{tag}</span></div>'
+        f'<div class="tile"><div class="k">{text(name)}</div><div class="v">{text(value)}'
+        f'</div><div class="n">{text(note)}</div><span class="tag {tag}">{tag}</span></div>'
         for name, value, note, tag in tiles
     )
 
@@ -145,7 +144,7 @@ def _about(step: Step) -> str:
          f"{format_bytes(op.size_bytes)}")
         for op in plan.unruled
     ]  # fmt: skip
-    return "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in rows)
+    return "".join(f"<dt>{text(k)}</dt><dd>{text(v)}</dd>" for k, v in rows)
 
 
 # Tables

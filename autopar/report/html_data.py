@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.cost_models.simulate import Timeline
 from autopar.report.overview import parameters
+from autopar.report.terminal import clean
 from autopar.report.trace import Step
 from autopar.schedules.actions import KINDS, Action
 from autopar.schedules.chrome import RankStep, Recording
@@ -153,9 +154,9 @@ def _memory(step: Step, tick_s: float) -> dict[str, Any]:
 def _parameters(step: Step) -> list[dict[str, Any]]:
     return [
         {
-            "name": ".".join(part for part in (view.block, view.name) if part),
+            "name": clean(".".join(part for part in (view.block, view.name) if part)),
             "elements": view.elements,
-            "stored": view.stored,
+            "stored": clean(view.stored),
         }
         for view in parameters(step.plan)
     ]
@@ -170,7 +171,7 @@ def _points(step: Step) -> list[dict[str, Any]]:
     }  # fmt: skip
     others = [
         {
-            "text": item.text, "step_s": item.step_s, "bytes": item.device_bytes,
+            "text": clean(item.text), "step_s": item.step_s, "bytes": item.device_bytes,
             "capacity": item.capacity_bytes, "fits": item.fits,
         }
         for item in step.forecast.alternatives

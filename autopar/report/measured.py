@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from autopar.cost_models.residuals import Residual, mean_error
-from autopar.report.html_table import table
+from autopar.report.html_table import table, text
 from autopar.report.trace import Step
 from autopar.schedules.chrome import Recording
 from autopar.units import format_seconds
@@ -109,9 +108,9 @@ def measured_section(step: Step, recording: Recording, found: Sequence[Residual]
     )  # fmt: skip
     return (
         '<section id="measured"><h2>Measured beside predicted</h2>'
-        f"<p>The step took {escape(format_seconds(recording.step_s))} (measured on "
-        f"{escape(recording.device)}), {over:+.1%} against "
-        f"{escape(format_seconds(step.forecast.step_s))} (predicted). Mean "
+        f"<p>The step took {text(format_seconds(recording.step_s))} (measured on "
+        f"{text(recording.device)}), {over:+.1%} against "
+        f"{text(format_seconds(step.forecast.step_s))} (predicted). Mean "
         f"error of the actions that compute: {error:.1%}. In the timeline the "
         "lower half of each row is measured. A receive lasts as long as its rank waits.</p>"
         "<h3>By program</h3>"

@@ -10,6 +10,7 @@ from autopar.cost_models.replay import MemoryOverTime, current, memory_over_time
 from autopar.cost_models.simulate import Timeline
 from autopar.plan.forecast import Forecast
 from autopar.plan.plan import Plan
+from autopar.report.terminal import clean
 from autopar.schedules.actions import RECEIVES, SENDS, Action
 from autopar.schedules.chrome import Bar, bar_event, micro, process
 from autopar.units import format_bytes, format_seconds
@@ -172,7 +173,8 @@ def summary(step: Step) -> list[str]:
     bubble = timeline.bubble_fraction
     alike = f", {step.alike:,} ranks alike at each" if step.alike > 1 else ""
     lines = [
-        f"step      {format_seconds(forecast.step_s)} (predicted) on {forecast.cluster.text}",
+        f"step      {format_seconds(forecast.step_s)} (predicted) on "
+        f"{clean(forecast.cluster.text)}",
         f"pipeline  {step.num_ranks} ranks{alike}, schedule {timeline.schedule.name}, "
         f"{timeline.schedule.num_microbatches} microbatches, {bubble:.1%} idle (predicted)",
         "",
