@@ -58,6 +58,7 @@ class Report:
         best: The best plan; None if it was not looked for, or nothing fits.
         searched: Whether it was looked for.
         changes: What to change first.
+        exhausted: Whether the search ended by itself without a plan.
     """
 
     setting: Imported
@@ -70,6 +71,7 @@ class Report:
     best: Best | None
     searched: bool
     changes: tuple[Change, ...]
+    exhausted: bool = False
 
     @property
     def fits(self) -> bool:
@@ -118,11 +120,14 @@ class Report:
     def _best_lines(self) -> Iterator[str]:
         if self.best is None:
             if self.searched:
-                yield "best     no plan of any kind was found that fits"
+                text = "found no plan within its time: --time-limit gives it more"
+                if self.exhausted:
+                    text = "looked at all plans, and none fits"
+                yield f"best     not known: the search {text}"
             return
         best = self.best
         ratio = self.now.step_s / best.step_s - 1
-        far = f"this one takes {ratio:+.1%}" if ratio > 0.005 else "this one is as good"
+        far = f"this one takes {ratio:+.1%}" if ratio > 0.005 else "this one is as fast"
         ended = "" if best.complete else ", stopped early"
         yield (
             f"best     {format_seconds(best.step_s)} (predicted): {best.text}; {far}"
@@ -160,7 +165,7 @@ class Report:
                 "device_bytes": self.best.device_bytes, "bound_s": self.best.bound_s,
                 "complete": self.best.complete,
             },
-            "searched": self.searched,
+            "searched": self.searched, "exhausted": self.exhausted,
             "changes": [
                 {
                     "change": item.text, "setting": item.spelled,
@@ -242,12 +247,13 @@ def check(
     if on_progress is not None:
         on_progress("single changes")
     changes = best_changes(now, pricer)
-    best = None
+    best, exhausted = None, False
     if search_s is not None:
-        best = _best(pricer, setting, loss, software, search_s, on_progress)
+        best, exhausted = _best(pricer, setting, loss, software, search_s, on_progress)
     return Report(
         setting=setting, model=model, cluster=cluster, stack=stack or setting.stack, batch=batch,
         seq_len=seq_len, now=now, best=best, searched=search_s is not None, changes=changes,
+        exhausted=exhausted,
     )  # fmt: skip
 
 
@@ -258,21 +264,21 @@ def _best(
     software: Software,
     search_s: float,
     on_progress: Callable[[str], None] | None,
-) -> Best | None:
-    """The best plan that fits with the framework's own memory."""
+) -> tuple[Best | None, bool]:
+    """The best plan that fits with the framework's own memory, and whether there is none."""
     try:
         problem = Problem(pricer.graph, loss, pricer.cluster, software=software)
         result = exact.search(
             problem, gap=GAP, op_level=False, time_limit_s=search_s, on_progress=on_progress
         )
     except PlanError:
-        return None
+        return None, True  # the space is empty
     if result.best is None:
-        return None
+        return None, result.certificate.complete
     for outcome in (result.best, *result.alternatives):
         priced = _as_priced(pricer, problem, setting, outcome.candidate)
         if priced.fits:
-            return Best(
+            found = Best(
                 text=outcome.candidate.point.text(),
                 step_s=priced.step_s,
                 device_bytes=max(priced.device_bytes),
@@ -280,7 +286,8 @@ def _best(
                 seconds=result.seconds,
                 complete=result.certificate.complete,
             )
-    return None
+            return found, False
+    return None, False
 
 
 def _as_priced(pricer: Pricer, problem: Problem, setting: Imported, candidate: Candidate) -> Priced:
