@@ -13,6 +13,8 @@ from autopar.plan.strategies import prime_factors
 from autopar.report.fold import fold, siblings
 
 _BLOCK = re.compile(r"^(?P<block>(?:.*?\.)?)(?P<number>0|[1-9]\d{0,8})(?P<rest>\..*|$)")
+_MOST = 2**63 - 1
+"""Most elements of a tensor, whatever shapes a file claims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ def parameters(plan: Plan) -> tuple[ParameterView, ...]:
                 block=block,
                 name=name,
                 count=len(members),
-                elements=sum(math.prod(member.shape) for member in members),
+                elements=sum(min(math.prod(member.shape), _MOST) for member in members),
                 dtype=dtype,
                 shape=_one_of([shapes[member.fqn] for member in members]),
                 stored=words,

@@ -185,6 +185,12 @@ def test_what_is_stored_split_is_said():
     assert "2 microbatches" in show(replace(plan, pipeline=again, recompute=("blocks.*",)), 100)
 
 
+def test_shapes_beyond_any_tensor_are_shown():
+    plan = stored("ddp")
+    item = replace(plan.parameters[0], shape=(2**53,) * 30)
+    assert "T" in show(replace(plan, parameters=(item,)), 100)
+
+
 def test_axes_of_unequal_nodes():
     plan = stored("gpt3_pipeline")
     assert isinstance(plan, Plan) and plan.forecast is not None
