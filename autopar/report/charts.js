@@ -67,8 +67,8 @@ function nice(span, count) {
   return [1, 2, 5, 10].map((m) => m * power).find((step) => step >= raw);
 }
 // Seconds with as many digits as tell ticks apart.
-function tickText(value, step) {
-  const [unit, scale] = step >= 0.1 ? ["s", 1] : step >= 1e-4 ? ["ms", 1e3] : ["us", 1e6];
+function tickText(value, step, large = 10 * step) {
+  const [unit, scale] = large >= 1 ? ["s", 1] : large >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
   const digits = Math.max(0, Math.ceil(-Math.log10(step * scale) - 1e-9));
   return (value * scale).toFixed(digits) + " " + unit;
 }
@@ -168,7 +168,7 @@ class Timeline {
     const tick = this.data.tick_s;
     xAxis(ctx, this.left, this.right, height - 24, this.from * tick, this.to * tick);
     document.getElementById("timeline-status").textContent =
-      `shown: ${seconds(this.from * tick)} to ${seconds(this.to * tick)} of ` +
+      `shown: ${this.at(this.from)} to ${this.at(this.to)} of ` +
       `${seconds(this.whole * tick)}`;
   }
   first(row) {  // the first item of the main list that ends after the left border
@@ -242,6 +242,10 @@ class Timeline {
   tickAt(x) {
     return this.from + (x - this.left) / (this.right - this.left) * (this.to - this.from);
   }
+  at(ticks) {  // with as many digits as what is shown needs
+    const tick = this.data.tick_s;
+    return tickText(ticks * tick, (this.to - this.from) * tick / 1000, this.to * tick);
+  }
   describe(x, y) {
     const each = this.rowHeight(), place = Math.floor((y - 6) / each), at = this.tickAt(x);
     if (x < this.left || place < 0 || place >= this.rows.length) return "";
@@ -258,8 +262,8 @@ class Timeline {
     const kind = this.data.kinds[row.k[best]], tick = this.data.tick_s;
     const peer = row.p[best] >= 0 ? `, from stage ${row.p[best]}` : "";
     return `${head}\n${row.s[best]}${kind}${row.m[best]}: ${ACTIONS[kind][0]}, stage ` +
-      `${row.s[best]}, microbatch ${row.m[best]}${peer}\n${seconds(row.start[best] * tick)} to ` +
-      `${seconds(row.end[best] * tick)}: ${seconds((row.end[best] - row.start[best]) * tick)}`;
+      `${row.s[best]}, microbatch ${row.m[best]}${peer}\n${this.at(row.start[best])} to ` +
+      `${this.at(row.end[best])}: ${seconds((row.end[best] - row.start[best]) * tick)}`;
   }
   listen() {
     const canvas = this.canvas;

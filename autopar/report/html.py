@@ -23,6 +23,7 @@ from autopar.report.html_data import chart_data
 from autopar.report.html_table import table, text
 from autopar.report.measured import measured_section
 from autopar.report.overview import axes, num_devices, parameters
+from autopar.report.show import counted
 from autopar.report.trace import Step
 from autopar.schedules.chrome import Recording
 from autopar.units import format_bytes, format_count, format_seconds
@@ -129,8 +130,8 @@ def _about(step: Step) -> str:
     if forecast.sequence_length:
         batch += f" of {forecast.sequence_length:,} tokens"
     rows += [
-        ("batch", f"{batch}, {part.microbatches:,} microbatches"),
-        ("pipeline", f"{plan.num_stages:,} stages, schedule {part.schedule}"),
+        ("batch", f"{batch}, {counted(part.microbatches, 'microbatch')}"),
+        ("pipeline", f"{counted(plan.num_stages, 'stage')}, schedule {part.schedule}"),
         ("strategy", "chosen by a search" if plan.searched else plan.strategy),
         ("model", f"{format_count(sum(view.elements for view in parameters(plan)))} parameters"),
         ("priced as", f"{model.precision}, {model.optimizer}, {model.software}, cost model "

@@ -15,15 +15,23 @@ import pytest
 
 from autopar.cli.main import main
 from autopar.cost_models.replay import memory_over_time, timeline_of
+from autopar.errors import PlanError
+from autopar.plan.codec import read_plan
+from autopar.plan.fingerprint import choices_digest
 from autopar.plan.forecast import AlternativeForecast
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.report.html import report
 from autopar.report.html_data import TICKS
 from autopar.report.terminal import clean
+from autopar.report.trace import Step, summary, trace_events
 from autopar.schedules.actions import KINDS, Action
+from tests.unit.plan.mutations import Mutator
 from tests.unit.report.golden import plan_text, stored
 
 NAME = "interleaved"
+MANY = (NAME, "llama3_8b", "t5")
+PLANS = Path(__file__).parents[2] / "data" / "plans"
+"""Small plans."""
 HOSTILE = (
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{script}}{{data}}",
     "</script><script>alert(2)//", "' onmouseover='alert(3)", "<!--", "\u2028\u202e&lt;b&gt;",
@@ -189,3 +197,30 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys):
 @pytest.mark.long
 def test_thousands_of_ranks_stay_small():
     assert len(report(stored("trillion"))) <= 5_000_000
+
+
+@pytest.mark.parametrize("names", [(), pytest.param(MANY, marks=pytest.mark.long)])
+def test_any_valid_plan_is_reported_and_simulated_or_refused(names: tuple[str, ...]):
+    small = [file.read_text(encoding="utf-8") for file in sorted(PLANS.glob("*.json"))]
+    mutator = Mutator([plan_text(name) for name in names] or small, seed=7)
+    seen, made, count = 0, 0, 2000 if names else 12
+    while seen < count:
+        try:
+            plan, _ = read_plan(mutator.next().decode())
+        except UnicodeDecodeError:
+            continue
+        if plan is None or plan.forecast is None:
+            continue
+        seen += 1
+        again = replace(plan.forecast, choices=choices_digest(plan))
+        plan = replace(plan, forecast=again)
+        try:
+            page = Page(report(plan))
+            step = Step.of(plan)
+            assert page.data["step_s"] == step.timeline.step_s
+            assert len(page.scripts) == 2 and summary(step)
+            json.dumps(list(trace_events(step, range(step.num_ranks))), allow_nan=False)
+            made += 1
+        except PlanError:
+            continue
+    assert made > count / 2
