@@ -100,7 +100,7 @@ def test_the_scripts_train_on_two_cpu_ranks(name: str, tmp_path: Path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for command, text in commands.items():
-        (folder / command).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / command).write_text(text)  # bash takes a file without a first line for its own
         (folder / command).chmod(0o755)
     job = {"SLURM_JOB_ID": str(os.getpid()), "EXAMPLES": str(EXAMPLES)} if "slurm" in name else {}
     sizes = {"GPUS": "2", "CLUSTER": "2xcpu", "MODEL": "small", "STEPS": str(STEPS)}
