@@ -183,8 +183,14 @@ def make_buckets(
             if item.made_by == kind and (item.users == 1 or zero >= 2):
                 key = None if not zero or item.users > 1 else item.rest_axes
                 groups.setdefault(key, []).append(item)
-        for members in groups.values():
-            found += _group(members, kind, zero, rank, first_bytes, limit_bytes)
+        made = [
+            bucket
+            for members in groups.values()
+            for bucket in _group(members, kind, zero, rank, first_bytes, limit_bytes)
+        ]
+        # In the order in which they are full, whatever their group: they start one by one.
+        order = {item.name: number for number, item in enumerate(ready)}
+        found += sorted(made, key=lambda bucket: order[bucket.members[-1].name])
     return tuple(found)
 
 

@@ -15,6 +15,8 @@ from torch import nn
 
 from autopar import presets
 from autopar.errors import InputError
+from autopar.plan.plan import Plan
+from autopar.plan.sizes import sizes_of
 from autopar.runtime import hf
 
 _FORMS = "file.py:function or package.module:function"
@@ -111,6 +113,14 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
             where=_raised_at(error, _file_of(function)),
         ) from error
     return as_loaded_model(result, target)
+
+
+def load_planned(target: str, plan: Plan | None) -> LoadedModel:
+    """The same with the sizes that a plan was made for, where the target leaves them open."""
+    if plan is None or ":" in target:  # functions have sizes of their own
+        return load_model(target)
+    batch, seq = sizes_of(plan)
+    return load_model(target, batch=batch, seq=seq)
 
 
 def as_loaded_model(result: object, target: str) -> LoadedModel:

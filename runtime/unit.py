@@ -242,7 +242,9 @@ def _buckets(
             prefix=f"{prefix} {number}",
             small_end=True,
         )
-    return tuple(found)
+    # In the order in which they are full, whatever their group: they start one after the other.
+    place = {name: number for number, name in enumerate(order)}
+    return tuple(sorted(found, key=lambda bucket: place[bucket.members[-1].name]))
 
 
 def _bucket_ranks(item: Item, zero: int) -> tuple[int, ...]:

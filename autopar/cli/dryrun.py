@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
 
     from autopar.runtime.dryrun import dry_run
     from autopar.runtime.dryrun_report import as_json, as_text
-    from autopar.runtime.loader import load_model
+    from autopar.runtime.loader import load_planned
     from autopar.trace import trace
 
-    loaded = load_model(options.model)
+    loaded = load_planned(options.model, plan)
     traced = trace(loaded.model, loaded.args, dict(loaded.kwargs), loaded.loss_fn)
     found = dry_run(
         traced,

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from autopar.cli import options as shared
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
+from autopar.plan.sizes import sizes_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     from autopar.runtime.loader import load_model
 
     sizes = (options.global_batch_size, options.seq_len)
-    if plan.forecast is not None and ":" not in options.model:  # functions have sizes of their own
-        known = (plan.forecast.global_batch_size, plan.forecast.sequence_length)
+    if ":" not in options.model:  # functions have sizes of their own
+        known = sizes_of(plan)
         sizes = (sizes[0] or known[0], sizes[1] or known[1])
     loaded = load_model(options.model, batch=sizes[0], seq=sizes[1])
     made, found = api.reprice(

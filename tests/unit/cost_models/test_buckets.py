@@ -111,6 +111,9 @@ def test_zero_divides_and_sums_as_the_runtime_does(
     assert [([m.name for m in b.members], b.numel) for b in mine] == [
         ([m.name for m in b.members], b.numel) for b in theirs
     ]
+    # They start one after the other: none waits for one that is full later.
+    ends = [list(items).index(bucket.members[-1].name) for bucket in theirs]
+    assert ends == sorted(ends)
     summed: set[str] = set()
     for bucket, held in zip(mine, holder.held.values(), strict=True):
         assert (bucket.group, bucket.zero) == (len(held.bucket.ranks), held.zero)
