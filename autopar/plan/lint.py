@@ -18,7 +18,7 @@ from autopar.graph.ir import ITEM_BYTES
 from autopar.plan.forecast_lint import check_forecast
 from autopar.plan.parts import MOST_ACTIONS, PipelinePlan, pipeline_problems, zero_problems
 from autopar.plan.plan import ParameterPlan
-from autopar.plan.shapes import BAD, Fault, Trail, path_of, shown
+from autopar.plan.shapes import BAD, LARGEST, Fault, Trail, path_of, shown
 from autopar.plan.strategies import STANDARD, STRATEGIES, Constraints, prime_factors
 from autopar.sharding.mesh import Mesh
 
@@ -210,6 +210,9 @@ def _words_faults(values: Mapping[str, Any], rest: Axes, pipeline: PipelinePlan)
 def _placement_faults(
     index: int, item: ParameterPlan, sizes: tuple[int, ...], words: str
 ) -> Iterator[Fault]:
+    if math.prod(item.shape) > LARGEST:
+        what, expected = "has more elements than a tensor can", f"a product up to {LARGEST}"
+        yield _fault(_at("parameters", index, "shape"), what, expected)
     trail = _at("parameters", index, "placement")
     if len(item.placement) != len(sizes):
         yield _fault(trail, f"has {len(item.placement)} words", words)

@@ -69,6 +69,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("pipeline.update_every", 3, "$.pipeline.update_every", "or 0"),
     ("zero.stage", 4, "$.zero.stage", "0, 1, 2 or 3"),
     ("zero.axes", ["pp"], "$.zero.axes", "data axes"),
+    ("parameters.0.shape", [2**40, 2**40], "$.parameters[0].shape", "a product up to"),
     ("parameters.0.placement", [], "$.parameters[0].placement", "1 words"),
     ("parameters.0.placement.0", "hole", "$.parameters[0].placement[0]", '"whole"'),
     ("parameters.0.placement.0", "ffn@7:1x2", "$.parameters[0].placement[0]", "a dim below 2"),
