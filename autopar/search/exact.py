@@ -94,7 +94,9 @@ class _State:
         elif level == 1:
             found = max(bound, bounds.group(point, self.limit))
             for member in self.problem.space.members(point):
-                if member not in self.tried:
+                if member.data_outside and self.problem.orders_alike(member):
+                    self.pruned["the other order of axes"] += 1
+                elif member not in self.tried:
                     self.push(max(found, bounds.cheap(member)), 2, member)
         elif level == 2:
             found = max(bound, bounds.cut(point, self.limit))

@@ -255,6 +255,18 @@ class Problem:
             self._known.tables[key] = self._table(alike.plan(), device, weight)
         return self._known.tables[key]
 
+    def orders_alike(self, point: Point) -> bool:
+        """Whether it does not matter which of pipeline and data ranks are neighbours.
+
+        Where the tensor axis fills whole nodes, both go from node to node; without tiers, all pairs
+        of nodes are alike.
+        """
+        cluster = self.cluster
+        group, link = cluster.groups[0], self.device.link
+        inside = not link.spans_nodes or link.domain_devices <= group.devices_per_node
+        flat = cluster.is_uniform and not cluster.tiers and inside
+        return flat and point.tensor % group.devices_per_node == 0
+
     def alike(self, point: Point) -> Point:
         """The point of one stage whose table is that of `point`.
 
