@@ -21,6 +21,7 @@ from autopar.runtime.comm import Communicator, Handle, SoloCommunicator
 from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.comm_torch import TorchCommunicator
 from autopar.runtime.launch import LocalRanks
+from tests.marks import later
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
@@ -292,7 +293,7 @@ def test_processes(ranks4: LocalRanks, check):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("check", [check_collectives, check_messages])
+@pytest.mark.parametrize("check", [*later(check_collectives), check_messages])
 def test_three_processes(ranks3: LocalRanks, check):
     ranks3.run(check)
 

@@ -9,6 +9,7 @@ from torch import nn
 from autopar.graph.blocks import find_blocks
 from autopar.trace import expand, repeat, tracer
 from autopar.trace.grouping import find_groups
+from tests.marks import later
 from tests.models import zoo
 from tests.unit.trace.support import same_in_both_ways
 
@@ -29,7 +30,7 @@ def copies(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "whisper"])
+@pytest.mark.parametrize("name", ["gpt", *later("llama", "t5"), "whisper"])
 def test_deep_models(name, copies):
     torch.manual_seed(0)
     same_in_both_ways(*zoo.ALL[name](DEPTH))
@@ -172,7 +173,7 @@ def test_opaque_calls_are_written_directly(monkeypatch):
     assert all(results and results[0].requires_grad for results in made)
 
 
-@pytest.mark.parametrize("name", ["gpt", "t5", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gpt", *later("t5", "gemma3", "qwen3_moe")])
 def test_blocks_do_not_depend_on_known_copies(name):
     graph = tracer.trace(*zoo.ALL[name](7)).graph
     told = find_blocks(graph)
