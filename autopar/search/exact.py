@@ -26,7 +26,7 @@ from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck, most_even
-from autopar.search.starts import starts
+from autopar.search.starts import first_bounds, starts
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
@@ -184,9 +184,7 @@ def search(
         spare=SINGLE if many else CLOSED // problem.units.count,
         deadline_s=begun + time_limit_s,
     )
-    groups = list(problem.space.groups())
-    state.bounds.know_largest(groups)
-    first = {group: state.bounds.scaled(group, lightest=True) for group in groups}
+    first = first_bounds(state.bounds)
     for bound, point in starts(state.bounds, first):
         state.evaluate(bound, point)
     for group, bound in first.items():
@@ -220,7 +218,7 @@ def search(
         certificate=Certificate(
             bound_s=min(lowest, state.best.step_s) if state.best is not None else lowest,
             space=describe_space(problem),
-            points=sum(1 for group in groups for _ in problem.space.members(group)),
+            points=sum(1 for group in first for _ in problem.space.members(group)),
             pruned=dict(state.pruned),
             evaluated=problem.evaluated,
             complete=complete,

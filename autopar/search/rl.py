@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bounds import Bounds
-from autopar.search.mcmc import State, evaluate, unproven
+from autopar.search.mcmc import State, evaluate, experts, unproven
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.space import Point
@@ -48,10 +48,12 @@ def search(
     best: Outcome | None = None
     found: list[Outcome] = []
     baseline: float | None = None
-    for _ in range(plans):
+    complete, given = True, experts(problem, bounds)
+    for number in range(plans):
         if time.monotonic() - begun > time_limit_s:
+            complete = False
             break
-        state = policy.draw(rng)
+        state = given[number] if number < len(given) else policy.draw(rng)
         loss, outcome = evaluate(problem, bounds, state)
         if outcome is not None and outcome.fits:
             found.append(outcome)
@@ -60,7 +62,7 @@ def search(
             loss = (baseline or 0.0) + UNFIT
         baseline = loss if baseline is None else KEEP * baseline + (1 - KEEP) * loss
         policy.learn(state, baseline - loss)
-    return unproven("rl", problem, best, found, len(points), begun)
+    return unproven("rl", problem, best, found, len(points), begun, complete=complete)
 
 
 class _Policy:

@@ -28,6 +28,13 @@ def is_expert(point: Point) -> bool:
     return point.zero <= 1 and usual
 
 
+def first_bounds(bounds: Bounds) -> dict[Point, float]:
+    """A bound for every group of points, from the largest microbatch."""
+    groups = list(bounds.problem.space.groups())
+    bounds.know_largest(groups)
+    return {group: bounds.scaled(group, lightest=True) for group in groups}
+
+
 def starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point]]:
     """Bounds and points of some plans that are worth to be evaluated before all others.
 
