@@ -209,8 +209,8 @@ class Candidates:
             )
         )
         # A bucket has at most one member that fills it.
-        big = (each[1] >= LIMIT_BYTES) * (point.data > 1 and not lightest)
-        full = parameters.sums(big.astype(np.float64), start, stop)
+        big = (each[1] >= LIMIT_BYTES).astype(np.float64) * (point.data > 1 and not lightest)
+        full = parameters.sums(self.exchange.alone(point, big), start, stop)
         speed = problem.software.speed
         updated = trained / (point.data if point.zero else 1)
         # Of one microbatch, gradients come as what forward has saved goes.

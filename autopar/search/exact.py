@@ -93,8 +93,10 @@ class _State:
             self.push(max(bound, bounds.cheap(point, lightest=True)), 1, point)
         elif level == 1:
             found = max(bound, bounds.group(point, self.limit))
-            for member in self.problem.space.members(point):
-                if member.data_outside and self.problem.orders_alike(member):
+            members = tuple(self.problem.space.members(point))
+            for member in members:
+                twin = replace(member, data_outside=False)
+                if member != twin in members and self.problem.orders_alike(member):
                     self.pruned["the other order of axes"] += 1
                 elif member not in self.tried:
                     self.push(max(found, bounds.cheap(member)), 2, member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,10 +12,9 @@ from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.work import Move
 from autopar.search.problem import Problem
 from autopar.search.space import Point
+from autopar.search.stage_cut import MANY
 
 Floats = NDArray[np.float64]
-MANY = 1000.0
-"""More buckets than a stage has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Exchanged:
         sums = sums.copy()
         sums[..., 2, 2, :] += self.scattered
         sums[..., 0:2, 2, :] += self.gathered
-        sums[..., 3, :] += MANY  # the more pieces, the less of them is exposed
+        sums[..., 3, :] += MANY  # how many buckets there are follows from the stage
         return sums
 
 
@@ -54,6 +54,22 @@ class Exchange:
 
     problem: Problem
     _moves: dict[object, float] = field(default_factory=dict)
+
+    def alone(self, point: Point, values: Floats) -> Floats:
+        """Values of parameters, zero for those that several stages may use.
+
+        Gradients of these are summed over stages first, at the end of the step.
+
+        Args:
+            point: The point.
+            values: One for each parameter.
+        """
+        shared = sorted({number for number, _, _ in self.problem.parameters.later})
+        if point.pipeline == 1 or not shared:
+            return values
+        found = values.copy()
+        found[shared] = 0
+        return found
 
     def moved_s(self, point: Point, kind: str, trained: Floats) -> Floats:
         """Seconds that a collective over the data axis takes at least for each parameter.
@@ -80,12 +96,13 @@ class Exchange:
         key = (point.mesh, kind, size)
         if key not in self._moves:
             prices = self.problem.prices(point)
-            axes = tuple(name for name, owner in prices.names.items() if owner == "dp")
-            move = Move(
-                kind=kind, size_bytes=int(size), axes=axes, group=point.data,  # type: ignore[arg-type]
-                phase="weight_gradient", node="", dtype="",
-            )  # fmt: skip
-            self._moves[key] = prices.seconds(move)
+            owners: list[tuple[str, ...]] = [("dp",)]
+            # Of weights that are whole on all tensor ranks both sums are one, which may be faster.
+            if kind == "all_reduce" and point.tensor > 1:
+                owners.append(("dp", "tp"))
+            self._moves[key] = min(
+                prices.seconds(_move(prices.names, kind, size, point, wanted)) for wanted in owners
+            )
         return self._moves[key]
 
     def exchanged(self, point: Point, trained: Floats) -> Exchanged:
@@ -95,7 +112,7 @@ class Exchange:
             point: The point.
             trained: Bytes of trained weights, shape (parameters,).
         """
-        none = np.zeros_like(trained)
+        none, trained = np.zeros_like(trained), self.alone(point, trained)
         zero = point.zero
         scatter = self.moved_s(point, "reduce_scatter" if zero else "all_reduce", trained)
         gather = self.moved_s(point, "all_gather", trained) if zero else none
@@ -105,3 +122,15 @@ class Exchange:
             summed=scatter if zero < 2 else none,
             returned=gather if zero in (1, 2) else none,
         )
+
+
+def _move(
+    names: Mapping[str, str], kind: str, size: float, point: Point, owners: tuple[str, ...]
+) -> Move:
+    """A collective over all ranks along some axes."""
+    return Move(
+        kind=kind, size_bytes=int(size),  # type: ignore[arg-type]
+        axes=tuple(name for name, owner in names.items() if owner in owners),
+        group=point.data * (point.tensor if "tp" in owners else 1),
+        phase="weight_gradient", node="", dtype="",
+    )  # fmt: skip

@@ -19,6 +19,8 @@ from autopar.cost_models.pricing import Speed
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+MANY = 1000.0
+"""More pieces of collectives than a program has: stands for any number."""
 LONG = 1.6
 """Stages of more than this many times the mean seconds are not looked at."""
 
@@ -201,6 +203,10 @@ def ending_seconds(
 def program_seconds(parts: Floats, speed: Speed) -> Floats:
     """Seconds of a program that waits for its collectives, as a simulation runs it.
 
+    Where it is not known into how many pieces collectives are cut (`MANY`), at least: h seconds of
+    them end x after e seconds of kernels and slow these down by h - x, for a piece of x seconds;
+    both are least where they are equal.
+
     Args:
         parts: Seconds of kernels, of collectives inline, beside, number of the latter, of the host;
             shape (5, K).
@@ -214,8 +220,10 @@ def program_seconds(parts: Floats, speed: Speed) -> Floats:
     each = hidden / np.maximum(pieces, 1.0)
     done = np.maximum(end / np.maximum(pieces, 1.0) + hidden, end + each)
     shared = np.minimum(done, end) - np.maximum(done - hidden, 0.0)
-    slower = end + speed.slowdown * np.clip(shared, 0.0, compute)
-    return np.where(hidden > 0, np.maximum(slower, done), end)
+    slower = np.maximum(end + speed.slowdown * np.clip(shared, 0.0, compute), done)
+    share = speed.slowdown / (1 + speed.slowdown)
+    least = np.maximum(end + np.minimum(speed.slowdown * compute, share * hidden), hidden)
+    return np.where(hidden > 0, np.where(pieces >= MANY, least, slower), end)
 
 
 def durations(sums: Floats, speed: Speed) -> tuple[Floats, Floats]:
