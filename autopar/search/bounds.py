@@ -24,16 +24,9 @@ from autopar.search.chain_bounds import (
 from autopar.search.exchange import Exchanged
 from autopar.search.planned import planned_s, programs_of
 from autopar.search.problem import Outcome
+from autopar.search.seconds import durations, kernel_seconds
 from autopar.search.space import Point
-from autopar.search.stage_cut import (
-    Cut,
-    Intervals,
-    cheapest_sum,
-    durations,
-    kernel_seconds,
-    least_bottleneck,
-    most_even,
-)
+from autopar.search.stage_cut import Cut, Intervals, cheapest_sum, least_bottleneck, most_even
 from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
 

@@ -16,15 +16,9 @@ from autopar.search.alike import Grid, grid_of, unit_kinds
 from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
 from autopar.search.problem import Problem
+from autopar.search.seconds import kernel_seconds
 from autopar.search.space import Point
-from autopar.search.stage_cut import (
-    LONG,
-    Filled,
-    Intervals,
-    fill_all,
-    kernel_seconds,
-    least_bottleneck,
-)
+from autopar.search.stage_cut import LONG, Filled, Intervals, fill_all, least_bottleneck
 from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
 

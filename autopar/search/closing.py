@@ -24,15 +24,9 @@ from autopar.search.candidates import Stages
 from autopar.search.chain_bounds import Chain, least_from_behind, stage_bound
 from autopar.search.planned import Tasks, planned_s, programs_of
 from autopar.search.problem import Candidate, Outcome, Problem
+from autopar.search.seconds import durations, ending_seconds, kernel_seconds
 from autopar.search.space import Point
-from autopar.search.stage_cut import (
-    Cut,
-    Filled,
-    Intervals,
-    durations,
-    ending_seconds,
-    kernel_seconds,
-)
+from autopar.search.stage_cut import Cut, Filled, Intervals
 
 Floats = NDArray[np.float64]
 Mix = tuple[int, int, int]

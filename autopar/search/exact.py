@@ -24,8 +24,9 @@ from autopar.search.polish import leanest, polished
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
+from autopar.search.seconds import durations
 from autopar.search.space import Point
-from autopar.search.stage_cut import Cut, cheapest_sum, durations, least_bottleneck, most_even
+from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck, most_even
 from autopar.search.starts import first_bounds, starts
 
 ROUNDS = 4

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.work import Move
 from autopar.search.problem import Problem
+from autopar.search.seconds import MANY
 from autopar.search.space import Point
-from autopar.search.stage_cut import MANY
 
 Floats = NDArray[np.float64]
 

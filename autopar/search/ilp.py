@@ -23,8 +23,9 @@ from autopar.search.dp import best_cuts
 from autopar.search.exact import best_candidate
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.result import SearchResult
+from autopar.search.seconds import durations
 from autopar.search.space import Point
-from autopar.search.stage_cut import Intervals, durations
+from autopar.search.stage_cut import Intervals
 
 ROUNDS = 4
 """Times that the program is solved with what evaluation says of memory."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from autopar.search.bounds import Bounds
-from autopar.search.exact import even_candidate
+from autopar.search.exact import best_candidate, even_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
@@ -66,7 +66,16 @@ def search(
         if outcome is not None and outcome.fits:
             found.append(outcome)
             best = outcome if best is None or outcome.step_s < best.step_s else best
+    best = recut(problem, bounds, best)
     return unproven("mcmc", problem, best, found, len(points), begun, complete=complete)
+
+
+def recut(problem: Problem, bounds: Bounds, best: Outcome | None) -> Outcome | None:
+    """The best plan of a plan's point: walks know even stages with one option only."""
+    if best is None:
+        return None
+    other, _ = best_candidate(problem, bounds, best.candidate.point)
+    return other if other is not None and other.step_s < best.step_s else best
 
 
 def experts(problem: Problem, bounds: Bounds) -> list[State]:

@@ -14,16 +14,9 @@ from autopar.cost_models.pricing import Speed
 from autopar.cost_models.simulate import Task, simulate
 from autopar.schedules.actions import Action
 from autopar.search.chain_bounds import Chain
+from autopar.search.seconds import ending_seconds, kernel_seconds, program_seconds
 from autopar.search.space import Point
-from autopar.search.stage_cut import (
-    Cut,
-    Filled,
-    Floats,
-    Intervals,
-    ending_seconds,
-    kernel_seconds,
-    program_seconds,
-)
+from autopar.search.stage_cut import Cut, Filled, Floats, Intervals
 
 PHASES = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
 

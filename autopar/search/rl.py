@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bounds import Bounds
-from autopar.search.mcmc import State, evaluate, experts, unproven
+from autopar.search.mcmc import State, evaluate, experts, recut, unproven
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.space import Point
@@ -62,6 +62,7 @@ def search(
             loss = (baseline or 0.0) + UNFIT
         baseline = loss if baseline is None else KEEP * baseline + (1 - KEEP) * loss
         policy.learn(state, baseline - loss)
+    best = recut(problem, bounds, best)
     return unproven("rl", problem, best, found, len(points), begun, complete=complete)
 
 

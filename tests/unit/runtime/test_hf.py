@@ -67,7 +67,7 @@ def test_sizes_by_default(tmp_path):
     ("data", "message", "line"),
     [
         ('{\n "model_type": "llama",\n}', "no JSON", 3),
-        (LLAMA | {"model_type": "lama"}, "model_type is 'lama'", 2),
+        (LLAMA | {"model_type": "lamda2"}, "model_type is 'lamda2'", 2),
         (LLAMA | {"architectures": ["LlamaForMagic"]}, "task that is not known", 3),
         ({"hidden_size": 3}, "no model_type", None),
         (LLAMA | {"hidden_size": "wide"}, "transformers cannot build 'llama'", None),

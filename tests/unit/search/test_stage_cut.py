@@ -14,14 +14,8 @@ from autopar.cost_models.pricing import ProgramCost, Speed
 from autopar.cost_models.simulate import Task, simulate
 from autopar.schedules.make import make_schedule
 from autopar.search.chain_bounds import Chain, least_chain, stage_bound
-from autopar.search.stage_cut import (
-    Intervals,
-    cheapest_sum,
-    durations,
-    fill,
-    least_bottleneck,
-    program_seconds,
-)
+from autopar.search.seconds import durations, program_seconds
+from autopar.search.stage_cut import Intervals, cheapest_sum, fill, least_bottleneck
 
 
 def intervals_of(seconds: np.ndarray, saved: np.ndarray, static: np.ndarray) -> Intervals:
