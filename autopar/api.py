@@ -320,7 +320,7 @@ def plan_and_predict(
     kept = kept_by_search(spec, constraints)
     if kept is not None and traced.loss is not None:
         spec = spec or ClusterSpec.local(axes.size if axes is not None else 1)
-        found = find_plan(traced, spec, axes, kept, "adamw", Request())
+        found = find_plan(traced, spec, axes, kept, "adamw", Request(), strict=strict)
         return found.plan, found.prediction if memory_is_known(spec) else None
     if axes is None:
         axes = default_mesh(strategy_name(constraints), spec.num_devices if spec else 1)

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import AutoparError, PlanError
 from autopar.imports.read import Resolved
-from autopar.plan.build import make_plan
+from autopar.plan.build import make_plan, refuse_unruled, unruled_ops
 from autopar.plan.extras import split_text
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Communicator
@@ -17,6 +17,7 @@ from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.search.find import FIXABLE, Found, Request, find
 from autopar.search.finish import STRATEGY as SEARCH
 from autopar.search.told import forecast_found
+from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced
 
@@ -57,9 +58,14 @@ def planner(
         if comm.rank == 0:  # a search that runs out of time ends elsewhere on every rank
             try:
                 name = optimizer if isinstance(optimizer, str) else "adamw"
-                made = ("plan", find_plan(traced, spec, mesh, kept, name, Request()).plan.to_json())
+                found = find_plan(traced, spec, mesh, kept, name, Request(), strict=strict)
+                made = ("plan", found.plan.to_json())
             except AutoparError as error:
                 made = ("error", error)
+            except Exception as error:  # the others must not wait for what will not come
+                text = f"the search failed on rank 0: {type(error).__name__}: {error}"
+                comm.gather_objects(("error", PlanError(text, where="autopar.search")))
+                raise
         kind, value = comm.gather_objects(made)[0]
         if kind == "error":
             raise value
@@ -87,6 +93,8 @@ def find_plan(
     kept: Mapping[str, Any],
     optimizer: str,
     request: Request,
+    *,
+    strict: bool = False,
 ) -> Found:
     """Search for the best plan of a traced model; see `autopar.api.search`.
 
@@ -100,6 +108,8 @@ def find_plan(
             fix="pass loss_fn, or name a strategy such as constraints='ddp'",
             where="loss_fn",
         )
+    if strict:
+        refuse_unruled(unruled_ops(traced.graph, infer_factors(traced.graph)))
     found = find(
         traced.graph,
         traced.loss,

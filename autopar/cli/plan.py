@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search",
         metavar="HOW",
-        help="exact (default with a cluster and no strategy), expert, mcmc, rl, or exhaustive",
+        help="exact (default with a cluster alone), expert, dp, ilp, mcmc, rl, or exhaustive",
     )
     parser.add_argument(
         "--effort",
@@ -106,6 +106,7 @@ def _search(
 ) -> int:
     """Search, save, print; Ctrl-C ends the search with the best plan so far."""
     from autopar import api
+    from autopar.plan.build import refuse_unruled
 
     progress = shared.Progress()
     try:
@@ -123,7 +124,11 @@ def _search(
             seed=options.seed,
             on_progress=progress,
         )
+        if options.strict:
+            refuse_unruled(found.plan.unruled)
     except PlanError as error:
+        if error.where not in ("cluster", "search"):  # something that was asked for is wrong
+            raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:

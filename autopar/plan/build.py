@@ -172,7 +172,9 @@ def _check_shared(graph: Graph, pipeline: PipelinePlan, stages: Stages, where: s
             )
 
 
-def _unruled(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
+def unruled_ops(graph: Graph, factors: Factors) -> tuple[UnruledOp, ...]:
+    """Ops without a rule, which run replicated."""
+
     def whole_bytes(node: Node) -> int:
         specs = [graph.spec(name) for name in node.operands] + [v.spec for v in node.outputs]
         return sum(spec.size_bytes for spec in specs)
@@ -211,8 +213,19 @@ def make_plan(
     """
     normal = parse_constraints(constraints, mesh)
     sharded = place_graph(graph, mesh, normal, factors)
-    unruled = _unruled(graph, sharded.factors)
-    if strict and unruled:
+    unruled = unruled_ops(graph, sharded.factors)
+    if strict:
+        refuse_unruled(unruled)
+    return describe(sharded, mesh, normal, notes, unruled), sharded
+
+
+def refuse_unruled(unruled: tuple[UnruledOp, ...]) -> None:
+    """Refuse ops without a rule.
+
+    Raises:
+        PlanError: Names the first of them.
+    """
+    if unruled:
         raise PlanError(
             f"{unruled[0].op} has no sharding rule and would run replicated "
             f"({unruled[0].size_bytes:,} bytes on every rank)"
@@ -220,7 +233,6 @@ def make_plan(
             where=f"module {unruled[0].module or '(root)'} {unruled[0].source}".rstrip(),
             fix="plan without strict=True, or register a rule for the op",
         )
-    return describe(sharded, mesh, normal, notes, unruled), sharded
 
 
 def describe(

@@ -86,6 +86,18 @@ class _State:
         heapq.heappush(self.open, (bound, level, self.counter, point))
         self.counter += 1
 
+    def begin(self, points: list[tuple[float, Point]]) -> bool:
+        """Evaluate some points; whether nobody has interrupted that."""
+        try:
+            for bound, point in points:
+                if self.best is None or time.monotonic() < self.deadline_s:
+                    self.evaluate(bound, point)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            return False
+        return True
+
     def look(self, bound: float, level: int, point: Point) -> None:
         """Tighten the bound of a point, or evaluate it."""
         bounds = self.bounds
@@ -188,12 +200,10 @@ def search(
         deadline_s=begun + time_limit_s,
     )
     first = first_bounds(state.bounds)
-    for bound, point in starts(state.bounds, first):
-        state.evaluate(bound, point)
+    complete = state.begin(starts(state.bounds, first))
     for group, bound in first.items():
         state.push(bound, 0, group)
-    complete = True
-    while state.open:
+    while state.open and complete:
         bound, level, _, point = heapq.heappop(state.open)
         if bound >= state.limit or time.monotonic() - begun > time_limit_s:
             complete = bound >= state.limit

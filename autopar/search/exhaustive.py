@@ -27,6 +27,8 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
     complete, points = True, 0
     for point in problem.space.points():
         points += 1
+        if not complete:
+            continue
         for candidate in candidates(problem, point):
             if time.monotonic() - begun > time_limit_s:
                 complete = False

@@ -140,6 +140,11 @@ def find(
     request = request or Request()
     if request.effort not in GAPS:
         raise InputError(f"effort {request.effort!r}", expected="one of " + ", ".join(GAPS))
+    limit_s = request.time_limit_s
+    if limit_s is not None and not limit_s >= 0:
+        raise InputError(
+            f"time limit {limit_s}", expected="seconds from 0", where="time_limit_s (--time-limit)"
+        )
     strategy = STRATEGIES[request.strategy]
     allowed, options = _allowed(mesh, constraints or {})
     problem = Problem(

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from autopar.plan.build import constraints_of, describe, place_graph
+from autopar.plan.build import constraints_of, describe, place_graph, unruled_ops
 from autopar.plan.keys import op_keys
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import node_patterns, resolve_recompute
@@ -41,7 +41,8 @@ def finish(
     mesh = Mesh(light.mesh)
     constraints = replace(constraints_of(light), recompute=recompute_of(problem, candidate))
     sharded = place_graph(problem.graph, mesh, constraints, factors, light)
-    plan = describe(sharded, mesh, constraints, notes)
+    unruled = unruled_ops(problem.graph, factors)
+    plan = describe(sharded, mesh, constraints, notes, unruled)
     return replace(plan, searched=True), sharded
 
 

@@ -43,6 +43,12 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
             fix="name a strategy (--strategy) to see why",
             where="cluster",
         )
+    if least.fits:
+        return PlanError(
+            f"strategy {result.strategy} found none of {result.certificate.evaluated} plans to fit",
+            fix=f"search with exact: {least.candidate.point.text()} is one that fits (predicted)",
+            where="search",
+        )
     return PlanError(
         f"no plan fits {problem.cluster}: the one that needs least, {least.candidate.point.text()},"
         f" is {format_bytes(least.over_bytes)} over the memory of a device (predicted)",

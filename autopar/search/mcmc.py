@@ -10,10 +10,11 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from autopar.search.bounds import Bounds
-from autopar.search.exact import best_candidate, even_candidate
+from autopar.search.closing import close
+from autopar.search.exact import FEW_UNITS, best_candidate, even_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.space import Point
@@ -21,6 +22,10 @@ from autopar.search.starts import first_bounds, starts
 
 FIRST, LAST = 0.3, 0.003
 """Temperature at the start and at the end, as a share of a step's seconds."""
+RECUT = 6
+"""Points of which the best plan is looked for in the end."""
+BRANCHED = 60
+"""Plans of each of them that are evaluated, of models of few units."""
 State = tuple[Point, int]
 
 
@@ -66,16 +71,46 @@ def search(
         if outcome is not None and outcome.fits:
             found.append(outcome)
             best = outcome if best is None or outcome.step_s < best.step_s else best
-    best = recut(problem, bounds, best)
+    best = recut(problem, bounds, best, found, begun + time_limit_s)
     return unproven("mcmc", problem, best, found, len(points), begun, complete=complete)
 
 
-def recut(problem: Problem, bounds: Bounds, best: Outcome | None) -> Outcome | None:
-    """The best plan of a plan's point: walks know even stages with one option only."""
-    if best is None:
-        return None
-    other, _ = best_candidate(problem, bounds, best.candidate.point)
-    return other if other is not None and other.step_s < best.step_s else best
+def recut(
+    problem: Problem,
+    bounds: Bounds,
+    best: Outcome | None,
+    found: Sequence[Outcome],
+    deadline_s: float,
+) -> Outcome | None:
+    """The best plan of the best points: walks know even stages with one option only.
+
+    Args:
+        problem: The problem.
+        bounds: Its bounds.
+        best: The best plan of the walk.
+        found: All that fit.
+        deadline_s: Time of `time.monotonic` after which to stop.
+    """
+    points = set(problem.space.points())
+    tried: dict[Point, None] = {}
+    for item in sorted(found, key=lambda item: (item.step_s, item.candidate.point)):
+        point = item.candidate.point
+        plain = replace(point, schedule="1f1b", chunks=1)  # stages of which may be uneven
+        tried |= dict.fromkeys(other for other in (point, plain) if other in points)
+        if len(tried) >= RECUT:
+            break
+    for point in tried:
+        if time.monotonic() > deadline_s:
+            break
+        other, _ = best_candidate(problem, bounds, point)
+        if other is not None and (best is None or other.step_s < best.step_s):
+            best = other
+        if best is not None and point.schedule == "1f1b" and problem.units.count <= FEW_UNITS:
+            better = close(
+                bounds, point, best.step_s, BRANCHED, lambda: time.monotonic() > deadline_s
+            ).best
+            best = better if better is not None and better.step_s < best.step_s else best
+    return best
 
 
 def experts(problem: Problem, bounds: Bounds) -> list[State]:

@@ -62,7 +62,7 @@ def search(
             loss = (baseline or 0.0) + UNFIT
         baseline = loss if baseline is None else KEEP * baseline + (1 - KEEP) * loss
         policy.learn(state, baseline - loss)
-    best = recut(problem, bounds, best)
+    best = recut(problem, bounds, best, found, begun + time_limit_s)
     return unproven("rl", problem, best, found, len(points), begun, complete=complete)
 
 

@@ -6,8 +6,8 @@ python -m tests.bench.bench_search [--effort normal|high] [preset ...]
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +25,6 @@ CASES = (
     ("wide-resnet-13b", "8x8xA100"),
 )
 """Presets and clusters."""
-PROOF = r"predicted ([\d.e+-]+) s per step.*?faster\s+by\s+more\s+than\s+([\d.]+)%"
 
 
 def run(preset: str, cluster: str, effort: str, limit_s: float | None) -> str:
@@ -45,15 +44,14 @@ def run(preset: str, cluster: str, effort: str, limit_s: float | None) -> str:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         took = time.perf_counter() - began
-    cpu = usage.ru_utime + usage.ru_stime
-    line = f"{preset:16} {cluster:>11} {took:7.1f} {cpu:7.1f} {usage.ru_maxrss / 2**20:6.2f}"
-    proof = re.search(
-        r"predicted ([\d.e+-]+) s per step.*?faster by more than ([\d.]+)%", text, re.S
-    )
-    if proof is None:
-        return f"{line}  failed: {text.strip().splitlines()[-1] if text.strip() else ''}"
-    early = ", stopped early" if "stopped early" in text else ""
-    return f"{line} {float(proof[1]):8.4g} {float(proof[2]):6.2f}%{early}"
+        cpu = usage.ru_utime + usage.ru_stime
+        line = f"{preset:16} {cluster:>11} {took:7.1f} {cpu:7.1f} {usage.ru_maxrss / 2**20:6.2f}"
+        if process.returncode:
+            return f"{line}  failed: {text.strip().splitlines()[-1] if text.strip() else ''}"
+        forecast = json.loads(Path(file).read_text(encoding="utf-8"))["forecast"]
+    proof = forecast["certificate"]
+    early = "" if proof["complete"] else ", stopped early"
+    return f"{line} {forecast['step_s']:8.4g} {proof['gap']:7.2%}{early}"
 
 
 def main() -> None:

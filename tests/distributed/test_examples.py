@@ -59,6 +59,6 @@ def test_llama_learns_english_on_four_ranks():
 
 def test_plan_only_needs_no_cluster():
     output = run("plan_only.py")
-    assert "(64 ranks)" in output and "splits batch" in output
-    assert "no plan of the searched space is faster" in output
+    assert "64 devices" in output and "splits batch" in output
+    assert "no plan searched is faster by more than" in output
     assert "a usual plan would take" in output

@@ -212,6 +212,6 @@ def test_plan_prints_what_it_takes_on_a_cluster(cluster, code, capsys):
     words = ["plan", "tests.models.gpt3:build_small", "--cluster", cluster, "--strategy", "ddp"]
     assert main([*words, "--microbatches", "96"]) == code
     out, err = capsys.readouterr()
-    assert "step of pipeline rank 0 (predicted)" in out
-    assert "device of pipeline rank 0 (predicted)" in out
+    assert "time of a step (predicted)" in out
+    assert "memory of a device (predicted)" in out
     assert ("does not fit" in err) == bool(code)
