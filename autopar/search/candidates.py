@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 Edges = tuple[tuple[int, int], ...]
 
 
-MANY = 40
+MANY_UNITS = 40
 """Of more units than this, stages that are too long to be worth a look are left out."""
 
 
@@ -141,23 +141,11 @@ class Candidates:
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
             only: First unit of every stage, and the unit behind its last, if they are known.
         """
-        return self._kinds(point, table, longest, lightest=lightest, only=only)[0]
-
-    def _kinds(
-        self,
-        point: Point,
-        table: UnitTable,
-        longest: int | None = None,
-        *,
-        lightest: bool = False,
-        only: Edges | None = None,
-    ) -> tuple[Intervals, Intervals, Ints]:
-        """All of `intervals`, one of each kind, and the kind of each."""
         grid = self._grid(point, table, longest, only)
         each = self._sums(
             point, table, grid.start[grid.first], grid.stop[grid.first], lightest=lightest
         )
-        return each.spread(grid.start, grid.stop, grid.kind), each, grid.kind
+        return each.spread(grid.start, grid.stop, grid.kind)
 
     def _grid(
         self, point: Point, table: UnitTable, longest: int | None, only: Edges | None
@@ -245,7 +233,7 @@ class Candidates:
 
     def longest(self, point: Point) -> int | None:
         """Most units of a stage that is worth a look."""
-        if point.num_stages == 1 or self.problem.units.count <= MANY:
+        if point.num_stages == 1 or self.problem.units.count <= MANY_UNITS:
             return None
         if not self.problem.cluster.is_uniform:  # the fastest devices may have most of the model
             return None
@@ -283,9 +271,10 @@ class Candidates:
             table = problem.table(point, device)
             if table is None:
                 return None
-            intervals, kinds, kind = self._kinds(
+            intervals = self.intervals(
                 point, table, self.longest(point), lightest=lightest, only=only
             )
+            kinds, kind = intervals.kinds()
             by_device[device.name] = intervals
             mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
             looked_at = self._window(point, intervals, mine, limit)

@@ -94,6 +94,10 @@ class Intervals:
         found._spread.append((self, kind))
         return found
 
+    def kinds(self) -> tuple[Intervals, Ints]:
+        """Intervals that differ, and the number of the one that each of these is like."""
+        return self._spread[0] if self._spread else (self, np.arange(len(self.start)))
+
     @property
     def layered(self) -> tuple[Floats, Floats]:
         """`sums` and `saved` of layers; of options only their differences count."""
