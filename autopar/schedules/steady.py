@@ -32,10 +32,20 @@ def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1)
         num_microbatches: Microbatches of a step m.
         chunks: Stages per rank.
     """
+    if name == "zb_h1":
+        return (min(num_microbatches, num_ranks),) * num_ranks
     left = num_microbatches % num_ranks
-    repeats = name != "gpipe" and (name != "interleaved_1f1b" or not left)
+    if name == "interleaved_1f1b" and not left:
+        ahead = ((chunks - 1) * num_ranks + 2 * (num_ranks - r) - 1 for r in range(num_ranks))
+        return tuple(min(num_microbatches * chunks, most) for most in ahead)
+    repeats = name not in ("gpipe", "interleaved_1f1b")
     if repeats and num_microbatches > TURNS * num_ranks:
         num_microbatches = TURNS * num_ranks + left
+    return _counted(name, num_ranks, num_microbatches, chunks)
+
+
+def _counted(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> tuple[int, ...]:
+    """The same, counted in the schedule."""
     found = []
     for actions in _short(name, num_ranks, num_microbatches, chunks).actions:
         live = most = 0
@@ -44,3 +54,13 @@ def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1)
             most = max(most, live)
         found.append(most)
     return tuple(found)
+
+
+def least_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> int:
+    """The least of `most_live` over the ranks, without the schedule where it is a long one.
+
+    ZBV's rank with least is the first, whose forwards go through all others.
+    """
+    if name == "zbv":
+        return min(num_microbatches + 1, 2 * num_ranks)
+    return min(most_live(name, num_ranks, num_microbatches, chunks))

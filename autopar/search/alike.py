@@ -47,10 +47,10 @@ def unit_kinds(table: UnitTable, blocks: Ints, parameters: Parameters) -> Ints:
         parameters: Those of the model. Units that share some are each of their own kind.
     """
     count = len(blocks)
-    held: list[list[tuple[float, ...]]] = [[] for _ in range(count)]
-    each = zip(*parameters.bytes_of(table), strict=True)
-    for unit, values in zip(parameters.first.tolist(), each, strict=True):
-        held[unit].append(tuple(map(float, values)))
+    each = np.stack(parameters.bytes_of(table))
+    order = np.lexsort((*each, parameters.first))
+    held = np.ascontiguousarray(each[:, order].T)
+    ends = np.searchsorted(parameters.first[order], np.arange(count + 1))
     shared = {unit for _, before, user in parameters.later for unit in (before, user)}
     columns = np.concatenate(
         [
@@ -62,7 +62,7 @@ def unit_kinds(table: UnitTable, blocks: Ints, parameters: Parameters) -> Ints:
     found = []
     for unit, column in enumerate(np.ascontiguousarray(columns.T)):
         own = unit if unit in shared else -1
-        key = (column.tobytes(), tuple(sorted(held[unit])), own)
+        key = (column.tobytes(), held[ends[unit] : ends[unit + 1]].tobytes(), own)
         found.append(known.setdefault(key, len(known)))
     return np.array(found)
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.events import schedule_of
 from autopar.cost_models.messages import Wires
 from autopar.schedules.make import SCHEDULES
+from autopar.schedules.steady import least_live
 from autopar.search.candidates import Candidates, Edges, Stages
 from autopar.search.chain_bounds import (
     Chain,
@@ -28,46 +28,21 @@ from autopar.search.seconds import durations, kernel_seconds
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, Intervals, cheapest_sum, least_bottleneck, most_even
 from autopar.search.states import held_bytes, ranges
-from autopar.search.tables import UnitTable
+from autopar.search.totals import Totals
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-FORWARD = 0.9
-"""Slope, over the model's mean, of what forward takes at least beside both, but for an offset."""
 SIMULATED = 5000
 """Most forwards of a step that is simulated for a bound."""
 LINEAR = 0.98
 """Saved memory of fewer samples is at least this share of what is proportional to samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Totals:
-    """A table, summed up.
-
-    Attributes:
-        seconds: Of the fastest option, shape (phases, parts, 1).
-        chain: The same of the units that follow one another in any case.
-        slope: Seconds of forward of the first units, over those of forward and backward, at least;
-        offset: but for so many seconds.
-        saved_bytes: Of the options with least.
-        held: Of all weights, of those that are trained, and of optimizer state.
-        trained_each: Of each parameter that is trained.
-    """
-
-    seconds: Floats
-    chain: Floats
-    slope: float
-    offset: float
-    saved_bytes: float
-    held: tuple[float, float, float]
-    trained_each: Floats
-
-
 @dataclass(slots=True)
 class Bounds(Candidates):
     """Bounds of the points of a problem; remembers what points share."""
 
-    _totals: dict[object, _Totals | None] = field(default_factory=dict)
+    _totals: dict[object, Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
     _wholes: dict[object, tuple[float, float]] = field(default_factory=dict)
     _uniform_room: float | None = None
@@ -83,7 +58,7 @@ class Bounds(Candidates):
 
     # Level 0: the whole model over the ranks
 
-    def totals(self, point: Point, *, anywhere: bool = False) -> _Totals | None:
+    def totals(self, point: Point, *, anywhere: bool = False) -> Totals | None:
         """Sums of the table of a point; None if the model cannot be placed so.
 
         Args:
@@ -94,27 +69,16 @@ class Bounds(Candidates):
         key = (self.problem.alike(point), tuple(device.name for device in devices))
         if key not in self._totals:
             table = self.fastest_table(point, devices)
-            self._totals[key] = None if table is None else self._sum(table)
+            self._totals[key] = (
+                None
+                if table is None
+                else Totals.of(
+                    table, self.problem.parameters, self.main, self.problem.software.speed
+                )
+            )
         return self._totals[key]
 
-    def _sum(self, table: UnitTable) -> _Totals:
-        weight, trained, state = self.problem.parameters.bytes_of(table)
-        speed, each = self.problem.software.speed, table.seconds[-1]
-        forward, backward = durations(each, speed)
-        sums = np.cumsum(each[0] * self.main, axis=-1)
-        start, both = kernel_seconds(sums, speed), np.cumsum(forward + backward)
-        slope = FORWARD * float(start[-1] / both[-1]) if both[-1] else 0.0
-        return _Totals(
-            seconds=each.sum(axis=-1, keepdims=True),
-            chain=each[..., self.main].sum(axis=-1, keepdims=True),
-            slope=slope,
-            offset=float(np.max(slope * both - start, initial=0.0)),
-            saved_bytes=float(table.saved_bytes.min(axis=0).sum()),
-            held=(float(weight.sum()), float(trained.sum()), float(state.sum())),
-            trained_each=trained,
-        )
-
-    def scaled(self, point: Point, *, lightest: bool = False) -> float:
+    def scaled(self, point: Point, *, lightest: bool = False, limit: float = math.inf) -> float:
         """A bound from the largest microbatch of points alike.
 
         Kernels of fewer samples, and messages of fewer bytes, are not faster per sample.
@@ -122,6 +86,7 @@ class Bounds(Candidates):
         Args:
             point: The point.
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+            limit: Where the bound is not below it, it need not be exact.
         """
         key = (point.tensor, point.role)
         largest = self._largest.get(key)
@@ -131,7 +96,7 @@ class Bounds(Candidates):
         if totals is None:
             return math.inf
         share = self.problem.samples(point) / self.problem.samples(largest)
-        return self._cheap(point, totals, share, lightest)
+        return self._cheap(point, totals, share, lightest, limit)
 
     def largest(self, point: Point) -> Point:
         """The point of the largest microbatch that places the model alike, if known."""
@@ -146,22 +111,24 @@ class Bounds(Candidates):
             if before is None or samples > self.problem.samples(before):
                 self._largest[key] = point
 
-    def cheap(self, point: Point, *, lightest: bool = False) -> float:
+    def cheap(self, point: Point, *, lightest: bool = False, limit: float = math.inf) -> float:
         """Seconds that every plan of a point takes at least; infinite if none can fit.
 
         Args:
             point: The point.
             lightest: Take memory of ZeRO-3, and let nothing move over the data axis.
+            limit: Where the bound is not below it, it need not be exact.
         """
         totals = self.totals(point)
-        return math.inf if totals is None else self._cheap(point, totals, 1.0, lightest)
+        return math.inf if totals is None else self._cheap(point, totals, 1.0, lightest, limit)
 
-    def _cheap(self, point: Point, totals: _Totals, share: float, lightest: bool) -> float:
-        saved = totals.saved_bytes * share * (LINEAR if share < 1 else 1.0)
-        zero = 3 if lightest else point.zero
-        if self.held(point, totals, zero) + saved > self._room(point):
-            return math.inf
-        work, late = self._microbatch(point, totals, share, lightest)
+    def _cheap(
+        self, point: Point, totals: Totals, share: float, lightest: bool, limit: float
+    ) -> float:
+        again = self._again_s(point, totals, share, 3 if lightest else point.zero, limit)
+        if math.isinf(again):
+            return again
+        work, late = self._microbatch(point, totals, share, lightest, again)
         ranks, microbatches, speed = point.pipeline, point.microbatches, self.problem.software.speed
         chain = totals.chain * share
         path = float(kernel_seconds(chain[0], speed)[0])  # a microbatch through all stages
@@ -179,13 +146,38 @@ class Bounds(Candidates):
                 found = max(found, even)
         return found * self.sharing()
 
+    def _again_s(
+        self, point: Point, totals: Totals, share: float, zero: int, limit: float
+    ) -> float:
+        """Seconds of a microbatch at least that the device computes again, as memory is short."""
+        saved = share * (LINEAR if share < 1 else 1.0)
+        room = (self._room(point) - self.held(point, totals, zero)) / saved
+        if totals.most_bytes * point.microbatches <= room:
+            return 0.0
+        live = self._live_at_least(point, totals, share, limit)
+        return totals.relief.least_s(live, float(live @ totals.kept_bytes) - room) * share
+
+    def _live_at_least(self, point: Point, totals: Totals, share: float, limit: float) -> Floats:
+        """For every unit the microbatches at least whose saved memory is live at once.
+
+        A rank works no longer than the limit, so that a unit with much behind it is in a stage with
+        many behind it.
+        """
+        ranks, count = point.pipeline, point.microbatches
+        if point.schedule != "1f1b" or math.isinf(limit):
+            least = least_live(point.schedule, ranks, count, point.chunks) / point.chunks
+            return np.full(len(totals.after), least)
+        longest = limit / self.sharing() / count
+        stage = np.floor(ranks - totals.after * share / longest * (1 - 1e-9))
+        return np.clip(ranks - np.maximum(stage, 0), 1, min(ranks, count))
+
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""
         if self._uniform_room is not None:
             return point.pipeline * self._uniform_room
         return sum(map(self.room, self.problem.devices(point)))
 
-    def held(self, point: Point, totals: _Totals, zero: int) -> float:
+    def held(self, point: Point, totals: Totals, zero: int) -> float:
         """Bytes of parameters, gradients and optimizer state of the whole model on a pipeline."""
         weight, trained, state = totals.held
         held = held_bytes(weight, trained, state, zero, point.data)
@@ -194,7 +186,7 @@ class Bounds(Candidates):
         return held - late
 
     def _microbatch(
-        self, point: Point, totals: _Totals, share: float, lightest: bool
+        self, point: Point, totals: Totals, share: float, lightest: bool, again_s: float
     ) -> tuple[float, float]:
         """Seconds of forward and backward of the whole model, and those that the last one saves.
 
@@ -202,7 +194,7 @@ class Bounds(Candidates):
         """
         moves = point.zero >= 2 and not lightest
         mesh = (point.mesh, point.zero) if moves else ()
-        key = (id(totals), share, mesh)
+        key = (id(totals), share, mesh, again_s)
         if key not in self._wholes:
             seconds = totals.seconds * share
             if moves:
@@ -212,6 +204,9 @@ class Bounds(Candidates):
                         each.scattered, each.gathered, each.summed, each.returned
                     ))
                 ).put(seconds)  # fmt: skip
+            if again_s:
+                seconds = seconds.copy()
+                seconds[1, 1] += again_s  # beside collectives, these slow nothing down
             speed = self.problem.software.speed
             forward, backward = durations(seconds, speed)
             alone = kernel_seconds(seconds[1] + seconds[2], speed)
@@ -241,7 +236,7 @@ class Bounds(Candidates):
         problem, point = self.problem, outcome.candidate.point
         devices, under_way = problem.devices(point), self.under_way(point)
         planned = [0.0] * point.pipeline
-        for stage, rank in enumerate(schedule_of(point.plan()).stage_ranks):
+        for stage, rank in enumerate(point.stage_ranks):
             intervals, filled = stages.each[stage], stages.filled[stage]
             k = np.array([cut.chosen[stage]])
             _, saved = intervals.mixed(filled.low[k], filled.high[k], filled.upgraded[k], k)
@@ -401,7 +396,7 @@ class Bounds(Candidates):
         whole = not SCHEDULES[point.schedule].splits_backward
         work = [0.0] * point.pipeline
         ends = [(0.0, 0.0)] * point.pipeline
-        places = schedule_of(point.plan()).stage_ranks
+        places = point.stage_ranks
         for stage in reversed(range(point.num_stages)):
             k, filled = cut.chosen[stage], stages.filled[stage]
             rank, backward = places[stage], float(filled.backward_s[k])
@@ -462,7 +457,7 @@ class Bounds(Candidates):
                     )
                 )
                 found[device.name] = self.intervals(point, table, only=edges)
-        return [found[devices[rank].name] for rank in schedule_of(point.plan()).stage_ranks]
+        return [found[devices[rank].name] for rank in point.stage_ranks]
 
     def chain(
         self, point: Point, stages: Stages | None = None, wires: Wires | None = None
@@ -473,7 +468,7 @@ class Bounds(Candidates):
         if stages is None or wires is None or point.pipeline == 1:
             return chain
         intervals, first = stages.intervals, stages.filled[0]
-        places = schedule_of(point.plan()).stage_ranks
+        places = point.stage_ranks
         pairs = sorted(set(pairwise(places)))
         least = 0.0 if side[-1] else intervals.edge_bytes[intervals.start > 0].min()
         hop_s = min(wires.seconds(here, there, int(least)) for here, there in pairs)

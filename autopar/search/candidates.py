@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.device import Device
 from autopar.cost_models.evaluate import update_bandwidth
-from autopar.schedules.steady import most_live, stage_ranks
+from autopar.schedules.steady import most_live
 from autopar.search.alike import Grid, grid_of, unit_kinds
 from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
@@ -261,7 +261,7 @@ class Candidates:
         """
         problem = self.problem
         devices = problem.devices(point)
-        places = np.array(stage_ranks(point.schedule, point.pipeline, point.chunks))
+        places = np.array(point.stage_ranks)
         under_way = np.array(self.under_way(point))
         room = np.array([self.room(device) for device in devices])[places] / point.chunks
         beyond = np.array(over or (0.0,) * len(devices))[places] / point.chunks
@@ -327,8 +327,7 @@ class Candidates:
         if point.schedule == "1f1b":
             return [float(min(ranks - stage, count)) for stage in range(ranks)]
         most = most_live(point.schedule, ranks, count, point.chunks)
-        places = stage_ranks(point.schedule, ranks, point.chunks)
-        return [most[rank] / point.chunks for rank in places]
+        return [most[rank] / point.chunks for rank in point.stage_ranks]
 
     def fastest(self, point: Point) -> tuple[tuple[Floats, Floats], Floats, Ints]:
         """What units take before others, and with those behind them, and how many are aside."""

@@ -18,7 +18,6 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import SIMULATED, Bounds
 from autopar.search.candidates import Stages
 from autopar.search.chain_bounds import Chain, least_from_behind, stage_bound
@@ -141,7 +140,7 @@ class Closing:
         problem, point = self.problem, self.point
         mine, speed = self.stages.each[stage], problem.software.speed
         start, stop = int(mine.start[k]), int(mine.stop[k])
-        device = problem.devices(point)[schedule_of(point.plan()).stage_ranks[stage]]
+        device = problem.devices(point)[point.stage_ranks[stage]]
         table = problem.table(point, device)
         assert table is not None
         mixes = mixes_of(problem, start, stop)

@@ -103,7 +103,10 @@ class _State:
         bounds = self.bounds
         self.looks += 1
         if level == 0:
-            self.push(max(bound, bounds.cheap(point, lightest=True)), 1, point)
+            found = max(bound, bounds.scaled(point, lightest=True, limit=self.limit))
+            if found < self.limit:  # its own table takes its time
+                found = max(found, bounds.cheap(point, lightest=True, limit=self.limit))
+            self.push(found, 1, point)
         elif level == 1:
             found = max(bound, bounds.group(point, self.limit))
             members = tuple(self.problem.space.members(point))
@@ -112,7 +115,7 @@ class _State:
                 if member != twin in members and self.problem.orders_alike(member):
                     self.pruned["the other order of axes"] += 1
                 elif member not in self.tried:
-                    self.push(max(found, bounds.cheap(member)), 2, member)
+                    self.push(max(found, bounds.cheap(member, limit=self.limit)), 2, member)
         elif level == 2:
             found = max(bound, bounds.cut(point, self.limit))
             if found < PROBE * self.limit < math.inf and self.looks >= PAUSE:

@@ -16,7 +16,6 @@ from itertools import product
 
 import numpy as np
 
-from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
 from autopar.search.dp import best_cuts
@@ -111,7 +110,7 @@ def columns(
     """
     under_way, devices = bounds.under_way(point), problem.devices(point)
     found = []
-    for stage, rank in enumerate(schedule_of(point.plan()).stage_ranks):
+    for stage, rank in enumerate(point.stage_ranks):
         mine = stages.each[stage]
         room = bounds.room(devices[rank])
         for mix_of in _mixes(len(problem.policies), int(mine.layers.max())):

@@ -103,7 +103,7 @@ def _promise(problem: Problem, bounds: Bounds, point: Point) -> float:
         return math.inf
     share = problem.samples(point) / problem.samples(largest)
     under_way = min(point.pipeline, point.microbatches)
-    saved = totals.saved_bytes * share * under_way
+    saved = totals.least_bytes * share * under_way
     return (bounds.held(point, totals, point.zero) + saved) / point.pipeline
 
 

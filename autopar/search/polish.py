@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cost_models.events import schedule_of
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
 from autopar.search.problem import Candidate, Outcome, Problem
@@ -36,7 +35,7 @@ def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
     if stages is None:
         return None
     under_way, chunks = bounds.under_way(point), point.chunks
-    places = schedule_of(point.plan()).stage_ranks
+    places = point.stage_ranks
     rooms = [bounds.room(device) for device in problem.devices(point)]
     # Where there is no room for anything, bytes themselves are compared.
     sizes = rooms if min(rooms) > 0 else [1.0] * len(rooms)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import MODEL
+from autopar.schedules.steady import stage_ranks
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "megatron": MODEL,
@@ -60,6 +61,11 @@ class Point:
     def num_stages(self) -> int:
         """Number of stages."""
         return self.pipeline * self.chunks
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """For each stage its pipeline rank."""
+        return stage_ranks(self.schedule, self.pipeline, self.chunks)
 
     @property
     def mesh(self) -> tuple[tuple[str, int], ...]:

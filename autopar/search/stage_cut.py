@@ -9,6 +9,7 @@ as its memory allows take the faster of two options.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 LONG = 1.6
 """Stages of more than this many times the mean seconds are not looked at."""
+TOGETHER = 2000
+"""Most candidates of which all pairs of options are worked out at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -290,33 +293,37 @@ def _fill_rest(
     layers, alike = intervals.layers[candidates], intervals.alike[candidates]
     full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[candidates]
     best, ending, least = (np.full(len(candidates), np.inf) for _ in range(3))
-    places = stages, candidates
-    for a in reversed(range(len(saved))):  # of equals the one without recomputation
-        for b in range(len(saved)):
-            beside = over
-            if intervals.working is not None:
-                working = intervals.working[[a, b]][:, candidates].min(axis=0)
-                beside = np.maximum(over, working)
-            spare = left - under_way * saved[a] - beside
-            each = under_way * (layer_saved[b] - layer_saved[a]) / np.maximum(layers, 1.0)
-            number, good = _upgraded(spare, each, layers * (a != b), alike, relaxed)
-            if not good.any():
-                continue
-            share = number / np.maximum(layers, 1.0)
-            mix = sums[a] + share * (layer_sums[b] - layer_sums[a])
-            f, w = durations(mix, speed)
-            last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed, full)
-            ending = np.minimum(ending, np.where(good, last, np.inf))
-            least = np.minimum(least, np.where(good, w, np.inf))
-            faster = np.flatnonzero(good & (f + w < best))
-            best[faster] = (f + w)[faster]
-            chosen = stages[faster], candidates[faster]
-            found.forward_s[chosen], found.backward_s[chosen] = f[faster], w[faster]
-            found.low[chosen], found.high[chosen] = a, b
-            found.upgraded[chosen] = number[faster]
-    found.ending_s[places] = ending
+    # Of equals the one without recomputation.
+    pairs = np.array(list(product(reversed(range(len(saved))), range(len(saved)))))
+    for some in [pairs] if len(candidates) <= TOGETHER else pairs[:, None]:
+        a, b = some.T
+        beside = over
+        if intervals.working is not None:
+            working = intervals.working[:, candidates]
+            beside = np.maximum(over, np.minimum(working[a], working[b]))
+        spare = left - under_way * saved[a] - beside
+        each = under_way * (layer_saved[b] - layer_saved[a]) / np.maximum(layers, 1.0)
+        number, good = _upgraded(spare, each, layers * (a != b)[:, None], alike, relaxed)
+        if not good.any():
+            continue
+        share = (number / np.maximum(layers, 1.0))[:, None, None]
+        mix = np.moveaxis(sums[a] + share * (layer_sums[b] - layer_sums[a]), 0, 2)
+        f, w = durations(mix, speed)
+        last = ending_seconds(mix[1:], intervals.sync_s[candidates], speed, full)
+        ending = np.minimum(ending, np.where(good, last, np.inf).min(axis=0))
+        least = np.minimum(least, np.where(good, w, np.inf).min(axis=0))
+        took = np.where(good, f + w, np.inf)
+        first = took.argmin(axis=0)
+        took = took[first, np.arange(len(first))]
+        faster = np.flatnonzero(took < best)
+        best[faster], first = took[faster], first[faster]
+        chosen = stages[faster], candidates[faster]
+        found.forward_s[chosen], found.backward_s[chosen] = f[first, faster], w[first, faster]
+        found.low[chosen], found.high[chosen] = a[first], b[first]
+        found.upgraded[chosen] = number[first, faster]
+    found.ending_s[stages, candidates] = ending
     if relaxed:  # bounds take each by itself
-        found.backward_s[places] = least
+        found.backward_s[stages, candidates] = least
 
 
 def _upgraded(

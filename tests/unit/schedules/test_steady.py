@@ -6,7 +6,7 @@ import pytest
 
 from autopar.schedules.actions import BACKWARDS
 from autopar.schedules.make import make_schedule
-from autopar.schedules.steady import most_live, stage_ranks
+from autopar.schedules.steady import least_live, most_live, stage_ranks
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,4 @@ def test_ranks_and_live_microbatches(name: str, chunks: int) -> None:
                 ranks,
                 microbatches,
             )
+            assert least_live(name, ranks, microbatches, chunks) == min(most)
