@@ -21,7 +21,7 @@ from autopar.schedules.actions import (
     Action,
     Schedule,
 )
-from autopar.schedules.communicate import add_communication
+from autopar.schedules.communicate import with_messages
 from autopar.schedules.make import make_schedule
 
 if TYPE_CHECKING:  # numpy: not for those who only look at a plan
@@ -104,13 +104,12 @@ def schedule_with_messages(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=512)
 def _with_messages(
     key: tuple[str, int, int, int, int, bool],
     edges: frozenset[Edge],
     gradient_edges: frozenset[Edge],
 ) -> Schedule:
-    return add_communication(_schedule(*key), edges, gradient_edges)
+    return with_messages(_schedule(*key), edges, gradient_edges)
 
 
 def rank_events(
@@ -172,58 +171,69 @@ def _event_kinds(
     places: dict[tuple[object, ...], int] = {}
     examples: list[Event] = []
     numbers: list[int] = []
-    for event in _events(key, edges, gradient_edges, rank):
-        kind = (event.kind, event.stage, event.what, event.peer, event.last)
-        place = places.setdefault(kind, len(places))
+    schedule = _with_messages(key, edges, gradient_edges)
+    for kind, action, position, last in _walk(schedule, rank):
+        place = places.setdefault((kind, action.kind, action.stage, action.peer, last), len(places))
         if place == len(examples):
-            examples.append(event)
+            examples.append(_event(schedule, rank, kind, action, position, last))
         numbers.append(place)
     return EventKinds(tuple(examples), np.array(numbers, dtype=np.int64))
 
 
 def walk_actions(schedule: Schedule, rank: int) -> Iterator[Event]:
     """Events of a pipeline rank of a schedule with messages."""
+    for kind, action, position, last in _walk(schedule, rank):
+        yield _event(schedule, rank, kind, action, position, last)
+
+
+def _walk(schedule: Schedule, rank: int) -> Iterator[tuple[EventKind, Action, int, bool]]:
+    """The same with few objects: kind, run or message, number of the rank's action, `last`."""
     from autopar.schedules.deliveries import Deliveries  # numpy: not for those who only look
 
     actions = schedule.actions[rank]
     deliveries = Deliveries(schedule, rank)
     upcoming = deque(action for action in actions if action.kind in RECEIVES)
     posted: deque[Action] = deque()
-    sent: list[Action] = []
+    arrived: dict[int, list[Action]] = {}  # by the action before which that is known
     done: dict[tuple[str, int, int], int] = {}
     for position, action in enumerate(actions):
-        text = str(action)
-        for item in [item for item in sent if deliveries.arrived(item, position)]:
-            sent.remove(item)
-            yield _message("release", item, position, text)
+        for item in arrived.pop(position, ()):
+            yield "release", item, position, False
         if action.kind == "F" or action.kind in BACKWARDS:
             while upcoming and len(posted) < AHEAD:
                 posted.append(upcoming.popleft())
-                yield _message("post", posted[-1], position, text)
-            update = schedule.update_of(action.microbatch)
-            key = (action.kind, action.stage, update)
+                yield "post", posted[-1], position, False
+            key = (action.kind, action.stage, schedule.update_of(action.microbatch))
             done[key] = done.get(key, 0) + 1
             last = done[key] == schedule.microbatches_per_update and action.kind != "F"
-            yield Event(
-                "run", action.stage, action.kind, action.microbatch, last=last, update=update,
-                action=position, text=text,
-            )  # fmt: skip
+            yield "run", action, position, last
         elif action.kind in SENDS:
-            sent.append(action)
-            yield _message("send", action, position, text)
+            since = min(max(deliveries.since(action), position + 1), len(actions))
+            arrived.setdefault(since, []).append(action)
+            yield "send", action, position, False
         elif action.kind in RECEIVES:
             if not posted:
                 posted.append(upcoming.popleft())
-                yield _message("post", posted[-1], position, text)
-            yield _message("take", posted.popleft(), position, text)
+                yield "post", posted[-1], position, False
+            yield "take", posted.popleft(), position, False
         else:
-            kind: EventKind = "reduce" if action.kind == "REDUCE" else "update"
-            yield Event(kind, action.stage, action=position, text=text)
-    for item in sent:
-        yield _message("release", item, len(actions), "")
+            yield "reduce" if action.kind == "REDUCE" else "update", action, position, False
+    for item in arrived.pop(len(actions), ()):
+        yield "release", item, len(actions), False
 
 
-def _message(kind: EventKind, action: Action, position: int, text: str) -> Event:
+def _event(
+    schedule: Schedule, rank: int, kind: EventKind, action: Action, position: int, last: bool
+) -> Event:
+    actions = schedule.actions[rank]
+    text = str(actions[position]) if position < len(actions) else ""
+    if kind in ("reduce", "update"):
+        return Event(kind, action.stage, action=position, text=text)
+    if kind == "run":
+        return Event(
+            kind, action.stage, action.kind, action.microbatch, last=last,
+            update=schedule.update_of(action.microbatch), action=position, text=text,
+        )  # fmt: skip
     assert action.peer is not None
     return Event(
         kind, action.stage, action.kind[-1], action.microbatch, action.peer, action=position,

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 from autopar.schedules.actions import MESSAGES, RECEIVES, SENDS, Action, Schedule
-from autopar.schedules.communicate import Edge, add_communication, make_edges
+from autopar.schedules.communicate import Edge, make_edges, with_messages
 from autopar.schedules.execute import execution_order
 
 Stream = Literal["compute", "collective", "message"]
@@ -144,7 +144,7 @@ class _Order:
 @lru_cache(maxsize=256)
 def _ordered(schedule: Schedule, edges: Edges | None, gradient_edges: Edges | None) -> _Order:
     if not schedule.has_messages:
-        schedule = add_communication(schedule, edges, gradient_edges)
+        schedule = with_messages(schedule, edges, gradient_edges)
     places = schedule.stage_ranks
     numbers: dict[Action, int] = {}
     wires: dict[tuple[int, int], int] = {}

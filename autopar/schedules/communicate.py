@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from autopar.errors import PlanError
 from autopar.schedules.actions import MESSAGES, Action, Kind, Schedule
@@ -108,35 +109,58 @@ def add_communication(
     checked = make_edges(schedule.num_stages, edges, gradient_edges)
     rows = [[a for a in row if a.kind not in MESSAGES] for row in schedule.actions]
     ranks = schedule.stage_ranks
+    known: dict[tuple[Kind, int], tuple[int, ...]] = {}  # targets on other ranks
+    sends: list[list[tuple[Action, ...]]] = []
     # For each pair of ranks (from, to) the messages on their way, in the order sent.
     wires: dict[tuple[int, int], deque[Action]] = {}
-    for row in rows:
+    for rank, row in enumerate(rows):
+        sends.append([])
         for action in row:
-            for send in _sends(action, checked, ranks):
-                assert send.peer is not None
-                wire = (ranks[send.stage], ranks[send.peer])
-                wires.setdefault(wire, deque()).append(send)
+            key = action.kind, action.stage
+            targets = known.get(key)
+            if targets is None:
+                targets = tuple(t for t in checked.targets(action) if ranks[t] != rank)
+                known[key] = targets
+            kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
+            made = tuple(Action(kind, action.stage, action.microbatch, t) for t in targets)
+            sends[-1].append(made)
+            for send, target in zip(made, targets, strict=True):
+                wires.setdefault((rank, ranks[target]), deque()).append(send)
     return replace(
         schedule,
         actions=tuple(
-            tuple(_with_messages(rank, row, checked, ranks, wires)) for rank, row in enumerate(rows)
+            tuple(_with_messages(rank, row, sends[rank], checked, ranks, wires))
+            for rank, row in enumerate(rows)
         ),
     )
+
+
+@lru_cache(maxsize=512)
+def with_messages(
+    schedule: Schedule, edges: frozenset[Edge] | None, gradient_edges: frozenset[Edge] | None
+) -> Schedule:
+    """`add_communication`, once for equal schedules and edges."""
+    return add_communication(schedule, edges, gradient_edges)
 
 
 def _with_messages(
     rank: int,
     row: list[Action],
+    sends: list[tuple[Action, ...]],
     edges: Edges,
     ranks: tuple[int, ...],
     wires: dict[tuple[int, int], deque[Action]],
 ) -> Iterator[Action]:
     received: set[Action] = set()
-    for action in row:
-        kind: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
-        for source in edges.sources(action):
-            if ranks[source] == rank:
-                continue
+    known: dict[tuple[Kind, int], tuple[int, ...]] = {}  # sources on other ranks
+    for action, own in zip(row, sends, strict=True):
+        key = action.kind, action.stage
+        sources = known.get(key)
+        if sources is None:
+            sources = tuple(s for s in edges.sources(action) if ranks[s] != rank)
+            known[key] = sources
+        for source in sources:
+            kind: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
             needed = Action(kind, action.stage, action.microbatch, source)
             wire = wires.get((ranks[source], rank), deque())
             while needed not in received and wire:
@@ -144,11 +168,4 @@ def _with_messages(
                 received.add(receive)
                 yield receive
         yield action
-        yield from _sends(action, edges, ranks)
-
-
-def _sends(action: Action, edges: Edges, ranks: tuple[int, ...]) -> Iterator[Action]:
-    kind: Kind = "SEND_F" if action.kind == "F" else "SEND_B"
-    for target in edges.targets(action):
-        if ranks[target] != ranks[action.stage]:
-            yield Action(kind, action.stage, action.microbatch, target)
+        yield from own

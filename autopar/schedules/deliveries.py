@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
@@ -25,16 +26,26 @@ class Deliveries:
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        clocks, self._where = _clocks(schedule)
-        self._known = clocks[rank]
-        self._owners = schedule.stage_ranks
+        clocks, where = _clocks(schedule)
+        known, owners = np.array(clocks[rank]), schedule.stage_ranks
+        sends: dict[int, list[Action]] = defaultdict(list)
+        for action in schedule.actions[rank]:
+            if action.kind in SENDS:
+                assert action.peer is not None
+                sends[owners[action.peer]].append(action)
+        self._since: dict[Action, int] = {}
+        for owner, actions in sends.items():
+            taken = [where[owner, action.counterpart] for action in actions]
+            since = np.searchsorted(known[:, owner], taken, side="right") + 1
+            self._since.update(zip(actions, since.tolist(), strict=True))
+
+    def since(self, action: Action) -> int:
+        """Number of the rank's first action before which a message is known to have arrived."""
+        return self._since[action]
 
     def arrived(self, action: Action, now: int) -> bool:
         """Whether a message is known to have arrived before the rank's action number `now`."""
-        assert action.peer is not None
-        owner = self._owners[action.peer]
-        position = self._where[owner, action.counterpart]
-        return now > 0 and bool(self._known[now - 1][owner] > position)
+        return now >= self._since[action]
 
 
 @lru_cache(maxsize=4)

@@ -63,6 +63,7 @@ class _State:
         self.messages = schedule.has_messages
         self.edges = edges
         self.done: set[Action] = set()
+        self.waits: dict[tuple[str, int], tuple[int, ...]] = {}  # sources by kind and stage
         # Messages under way, by the ranks (from, to).
         self.sent: dict[tuple[int, int], int] = {}
 
@@ -89,10 +90,17 @@ class _State:
 
     def _missing(self, rank: int, action: Action) -> list[Action]:
         """Forwards or backwards that `action` waits for."""
+        key = action.kind, action.stage
+        sources = self.waits.get(key)
+        if sources is None:  # for those of other ranks, receives are waited for instead
+            sources = tuple(
+                source
+                for source in self.edges.sources(action)
+                if not self.messages or self.ranks[source] == rank
+            )
+            self.waits[key] = sources
         missing = []
-        for source in self.edges.sources(action):
-            if self.messages and self.ranks[source] != rank:
-                continue  # its receive is waited for instead
+        for source in sources:
             whole = Action("F" if action.kind == "F" else "B", source, action.microbatch)
             half = Action("I", source, action.microbatch)
             if whole not in self.done and (action.kind == "F" or half not in self.done):
