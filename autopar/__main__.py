@@ -1,5 +1,5 @@
 """``python -m autopar`` is the command `autopar`."""
 
-from autopar.cli.main import main
+from autopar.cli.main import entry
 
-raise SystemExit(main())
+entry()

@@ -248,7 +248,7 @@ def search(
         )
     request = Request(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
-        on_progress=on_progress,
+        on_progress=on_progress, ahead=True,
     )  # fmt: skip
     traced = replace(traced, notes=(*traced.notes, *given.notes))
     return find_plan(traced, spec, given.mesh, kept, optimizer, request)

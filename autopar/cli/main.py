@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import autopar
 from autopar.errors import AutoparError
@@ -63,6 +65,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_arguments(own)
     options = own.parse_args(words[1:])
     return _run(command.run, options)
+
+
+def entry() -> NoReturn:
+    """Run `main` as a process that ends with it.
+
+    Taking an interpreter with torch in it apart takes as long as a second, and frees what the
+    system frees anyway.
+    """
+    try:
+        code = main()
+    except SystemExit as end:  # argparse has printed what is wrong
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _run(function: object, options: argparse.Namespace) -> int:

@@ -206,6 +206,7 @@ def search(
     complete = state.begin(starts(state.bounds, first))
     for group, bound in first.items():
         state.push(bound, 0, group)
+    problem.expect(point for _, _, _, point in sorted(state.open))
     while state.open and complete:
         bound, level, _, point = heapq.heappop(state.open)
         if bound >= state.limit or time.monotonic() - begun > time_limit_s:

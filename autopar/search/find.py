@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from autopar.plan.extras import POLICIES
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
+from autopar.search.ahead import is_possible
 from autopar.search.finish import certificate_note, finish
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import OPTIONS, Problem
@@ -44,6 +46,7 @@ class Request:
         time_limit_s: Seconds after which to stop with what there is; by effort by default.
         seed: Of strategies that draw numbers.
         on_progress: Called with a line about what is going on.
+        ahead: Whether a second process may work out what the search will need, if there is a core.
     """
 
     strategy: str = "exact"
@@ -51,6 +54,7 @@ class Request:
     time_limit_s: float | None = None
     seed: int = 0
     on_progress: Callable[[str], None] | None = None
+    ahead: bool = False
 
 
 STRATEGIES = Registry[Callable[[Problem, Request], SearchResult]](
@@ -158,7 +162,8 @@ def find(
     )
     if not any(True for _ in problem.space.points()):
         raise _empty(problem, allowed)
-    result = strategy(problem, request)
+    with problem.ahead() if request.ahead and is_possible() else nullcontext():
+        result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
     candidate = result.best.candidate

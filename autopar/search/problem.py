@@ -8,7 +8,8 @@ own. Points are evaluated with the cuts, and with what every layer computes agai
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,6 +31,7 @@ from autopar.graph.ir import Graph
 from autopar.plan.microbatch import STATISTICS, batch_sizes
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import policy_nodes
+from autopar.search.ahead import Ahead
 from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, ROLES, Point, Space
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
@@ -136,6 +138,27 @@ class Problem:
         self.parameters = Parameters.of(graph, self.units, self.software)
         self.device = cluster.hardware(0)
         self._known = _Known()
+        self._ahead: Ahead | None = None
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Let a second process work out tables that `expect` names."""
+        self._ahead = Ahead(lambda key: self._table(*key))
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self._ahead = None
+
+    def expect(self, points: Iterable[Point]) -> None:
+        """Say whose tables will be needed, the earliest first."""
+        if self._ahead is None:
+            return
+        groups = self.cluster.groups
+        names = tuple(dict.fromkeys(group.hardware.name for group in groups))
+        alike = dict.fromkeys(self.alike(point) for point in points)
+        keys = ((point, name, False) for point in alike for name in names)
+        self._ahead.ask(key for key in keys if key not in self._known.tables)
 
     def on(self, cluster: ClusterSpec) -> Problem:
         """The problem on a larger cluster of the same devices, with nothing fixed.
@@ -148,7 +171,7 @@ class Problem:
         found.evaluator = copy.copy(self.evaluator)
         found.evaluator.cluster = cluster
         found.space = replace(self.space, num_devices=cluster.num_devices, allowed={})
-        found._known = _Known(tables=self._known.tables)
+        found._known, found._ahead = _Known(tables=self._known.tables), None
         return found
 
     def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
@@ -249,10 +272,10 @@ class Problem:
             weight: Whether what only gradients of parameters wait for is a program of its own, as
                 under schedules that split backward; else what it takes may be booked on either.
         """
-        alike = self.alike(point)
-        key = (alike, device.name, weight)
+        key = (self.alike(point), device.name, weight)
         if key not in self._known.tables:
-            self._known.tables[key] = self._table(alike.plan(), device, weight)
+            known = self._ahead.value(key) if self._ahead is not None else None
+            self._known.tables[key] = self._table(*key) if known is None else known[0]
         return self._known.tables[key]
 
     def orders_alike(self, point: Point) -> bool:
@@ -287,7 +310,9 @@ class Problem:
             self._known.prices[key] = Prices(self.cluster, *fine_mesh_of(point.plan()))
         return self._known.prices[key]
 
-    def _table(self, plan: Plan, device: Device, weight: bool) -> UnitTable | None:
+    def _table(self, point: Point, name: str, weight: bool) -> UnitTable | None:
+        devices = {group.hardware.name: group.hardware for group in self.cluster.groups}
+        plan, device = point.plan(), devices[name]
         try:
             placement = self.evaluator.place(plan)
         except PlanError:

@@ -32,7 +32,11 @@ def first_bounds(bounds: Bounds) -> dict[Point, float]:
     """A bound for every group of points, from the largest microbatch."""
     groups = list(bounds.problem.space.groups())
     bounds.know_largest(groups)
-    return {group: bounds.scaled(group, lightest=True) for group in groups}
+    problem, largest = bounds.problem, {bounds.largest(group): None for group in groups}
+    problem.expect(reversed(largest))  # from the other end
+    found = {group: bounds.scaled(group, lightest=True) for group in groups}
+    problem.expect(group for _, group in sorted((s, group) for group, s in found.items()))
+    return found
 
 
 def starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point]]:
