@@ -34,6 +34,11 @@ def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1)
     """
     if name == "zb_h1":
         return (min(num_microbatches, num_ranks),) * num_ranks
+    if name == "zbv":  # the forward of the second stage of a rank comes after those of all others
+        return tuple(
+            min(num_microbatches + 1 + r, 2 * num_microbatches, 2 * num_ranks)
+            for r in range(num_ranks)
+        )
     left = num_microbatches % num_ranks
     if name == "interleaved_1f1b" and not left:
         ahead = ((chunks - 1) * num_ranks + 2 * (num_ranks - r) - 1 for r in range(num_ranks))
@@ -57,10 +62,5 @@ def _counted(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> t
 
 
 def least_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> int:
-    """The least of `most_live` over the ranks, without the schedule where it is a long one.
-
-    ZBV's rank with least is the first, whose forwards go through all others.
-    """
-    if name == "zbv":
-        return min(num_microbatches + 1, 2 * num_ranks)
+    """The least of `most_live` over the ranks."""
     return min(most_live(name, num_ranks, num_microbatches, chunks))
