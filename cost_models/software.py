@@ -106,6 +106,8 @@ class SoftwareStack:
             next stage, where it is gathered (arXiv 2104.04473, 4.1), instead of all of it.
         low_gather: Whether sharded weights are gathered in fp8 where products are in fp8.
         dropout: Whether models train with dropout (random numbers, masks).
+        master_weights: Whether sharded weights are in 16 bits beside float32 ones of the optimizer;
+            FSDP shards float32 weights, and casts what it gathers.
         gradient_bytes: Bytes of an element of a gradient as data-parallel ranks sum it.
         context_bytes: Memory outside of the allocator: CUDA context, libraries, NCCL buffers.
         bucket_bytes: Buffers in which gradients are gathered to be reduced.
@@ -137,6 +139,7 @@ class SoftwareStack:
     scatter_messages: bool = True
     low_gather: bool = False
     dropout: bool = False
+    master_weights: bool = True
     gradient_bytes: int = 2
     context_bytes: int = 1_500_000_000
     bucket_bytes: int = 0
@@ -189,7 +192,7 @@ _STACKS = (
         "after backward",
     ),
     SoftwareStack(
-        name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True,
+        name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True, master_weights=False,
         source="mosaicml/llm-foundry 2023: flash or Triton attention, fused cross entropy",
     ),
     SoftwareStack(
@@ -208,7 +211,7 @@ _STACKS = (
     ),
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
-        reserved_factor=1.02,
+        reserved_factor=1.02, master_weights=False,
         fused_norm=False, low_gather=True, early_stop=True,
         source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows",
     ),
@@ -224,6 +227,7 @@ _STACKS = (
     ),
     SoftwareStack(
         name="fms-fsdp", attention="flash2", loss="eager", compiled=True, early_stop=True,
+        master_weights=False,
         source="foundation-model-stack/fms-fsdp: FSDP1, compiled, bfloat16 reductions",
     ),
     SoftwareStack(

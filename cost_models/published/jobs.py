@@ -18,6 +18,7 @@ from autopar.cost_models.published.known import (
     network_gbit,
 )
 from autopar.cost_models.published.rows import Row
+from autopar.cost_models.published.sizes import inner_features, stage_layers
 from autopar.cost_models.software import SoftwareStack, on_device, stack
 from autopar.presets.config import DecoderConfig, Positions
 
@@ -178,8 +179,8 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
         **degrees, ep=plan["ep"] or 1, sequence_parallel=bool(sequence_parallel) and tp > 1,
         asynchronous_tp=software.overlapped_tensor or "async" in (plan["schedule"] or "").lower(),
         chunks=chunks,
-        stage_layers=_stages(row, config, degrees["pp"], chunks), zero=zero, regather=regather,
-        zero_group=group, recompute=recompute, recompute_share=share,
+        stage_layers=stage_layers(row, config.layers, degrees["pp"], chunks), zero=zero,
+        regather=regather, zero_group=group, recompute=recompute, recompute_share=share,
         dtype=_dtype(row, assumed), expert_tp=int(expert_tp[1]) if expert_tp else tp,
         optimizer_copies=int(copies[1]) if copies else 1,
         grouped='"--moe-grouped-gemm": true' in row.notes,
@@ -251,7 +252,8 @@ def _model(row: Row, assumed: list[str]) -> DecoderConfig:
     positions: Positions = "learned" if gpt and family != "nemotron" else "rope"
     return DecoderConfig(
         layers=get("layers"), hidden=get("hidden"), heads=get("heads"), vocab=vocab,
-        ffn=get("ffn_hidden") or 0, kv_heads=get("kv_heads") or 0, head_dim=get("head_dim") or 0,
+        ffn=inner_features(row, gated), kv_heads=get("kv_heads") or 0,
+        head_dim=get("head_dim") or 0,
         positions=positions, norm="layer" if gpt else "rms", gated=gated,
         bias=gpt and family != "nemotron", qkv_bias=family in ("qwen1", "internlm") or None,
         qk_norm=family == "qwen3-moe", tied=bool(tied), experts=experts,
@@ -461,27 +463,3 @@ def _dtype(row: Row, assumed: list[str]) -> str:
         assumed.append("float32 matmuls run as TF32")
         return "tf32"
     raise Unpriceable(f"plan.precision is {text!r}")
-
-
-def _stages(row: Row, config: DecoderConfig, pp: int, chunks: int) -> tuple[int, ...]:
-    """Blocks of every stage, in order of the model."""
-    stages = pp * chunks
-    stated = re.search(r"layers per stage \[([\d, ]+)\]", row.notes)
-    outer = stated is not None or "embedding layers count" in (row.get("plan", "schedule") or "")
-    if stated is not None:
-        counts = [int(text) for text in stated[1].split(",")]
-    elif outer:
-        counts = _even(config.layers + 2, stages)
-    else:
-        counts = _even(config.layers, stages)
-    if outer:  # embedding and head were counted as layers
-        counts[0] -= 1
-        counts[-1] -= 1
-    if len(counts) != stages or sum(counts) != config.layers or min(counts) < 0:
-        raise Unpriceable(f"{config.layers} layers in stages of {counts}, {stages} stages")
-    return tuple(counts)
-
-
-def _even(layers: int, stages: int) -> list[int]:
-    """As many layers for every stage as can be, the rest on the first ones."""
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]

@@ -22,6 +22,12 @@ GROUPED_BYTES = 128 * 2**20
 LOGIT_BYTES = {"eager": 12.0, "fused": 4.0, "vocab_parallel": 6.0, "compiled_vocab_parallel": 10.0}
 """Bytes per logit at the peak of the loss, by kernel: 16-bit logits, float32 logits and what of
 softmax and gradient is not written over them."""
+SPLIT_LOGIT_BYTES = 16.0
+"""The same of torch's ``loss_parallel`` over tensor ranks: its backward holds log-probabilities,
+their gradient, probabilities and the sum of both, all in float32."""
+LEFT_LOGIT_BYTES = 2.0
+"""16-bit logits of the eager loss are freed before its backward, whose tensors are of 32 bits and
+have no use for their segment: it is held besides."""
 ADAM_BYTES = 12.0
 """Float32 master weight and two moments."""
 
@@ -124,10 +130,12 @@ def stage_memory(job: Job, stage: int, *, peak: bool = True) -> Memory:
     if job.gradient_copy:
         gradient = 2.0
     state = 8.0 if whole else ADAM_BYTES
+    if job.zero == 3 and not job.stack.master_weights:
+        weight, gradient, state = 4, 4.0, 8.0
     copy = total(4.0, 1) if job.gradient_copy else 0.0
     if job.wide_gradients:  # 16-bit gradients and their buffer beside the float32 sums
         copy += total(4.0, 2)
-    saved, transient = _activations(job, stage) if peak else (0.0, 0.0)
+    saved, transient, left = _activations(job, stage) if peak else (0.0, 0.0, 0.0)
     workspace = WORKSPACE_BYTES + (MESSAGE_BYTES if job.pp > 1 else 0)
     workspace += GROUPED_BYTES if job.grouped else 0
     held = Memory(
@@ -139,31 +147,49 @@ def stage_memory(job: Job, stage: int, *, peak: bool = True) -> Memory:
     reserve = (job.stack.reserved_factor - 1) * held.peak_allocated_bytes
     return Memory(
         **{name: getattr(held, name) for name in held.__slots__ if name != "reserve_bytes"},
-        reserve_bytes=reserve + job.stack.bucket_bytes,
+        reserve_bytes=reserve + left + job.stack.bucket_bytes,
     )
 
 
-def _activations(job: Job, stage: int) -> tuple[float, float]:
-    """Saved bytes of all microbatches in flight, and what the peak adds to them."""
-    found = activations_of(job)
+def _activations(job: Job, stage: int) -> tuple[float, float, float]:
+    """Bytes around the peak.
+
+    Returns:
+        What is saved of all microbatches in flight, what the peak adds to it, and what is free then
+        in pieces that are too small for the logits.
+    """
+    config, found = job.config, activations_of(job)
     layers = sum(job.stage_layers[stage :: job.pp])
     flight = float(min(job.pp - stage, job.microbatches))
     if job.chunks > 1:  # warm-up of the interleaved schedule, in chunks (2104.04473, 2.2)
         warm = 2 * (job.pp - stage - 1) + (job.chunks - 1) * job.pp + 1
         flight = min(warm / job.chunks, float(job.microbatches))
     block, again = _block(job, found)
-    tokens = job.micro_batch * (job.seq // job.cp)
     first = found.first if stage == 0 else 0.0
     saved = flight * (layers * block + first)
-    transient = again
+    transient, left = again, 0.0
     if stage == job.pp - 1:
-        logits = tokens * job.config.vocab / job.tp * LOGIT_BYTES[job.stack.loss]
-        logits *= 2 if job.dtype == "tf32" and job.stack.loss == "fused" else 1
+        logits, unused = _logits(job)
         saved += 2 * found.inputs
         transient = max(transient, logits)
+        # Blocks ran before the logits: what they needed for a time is cached in their sizes.
+        left = unused + min(again, logits)
     if job.zero == 3:
-        transient += 2 * 2 * job.config.block_params(bool(job.config.experts)) / job.tp
-    return saved, transient
+        transient += 2 * 2 * config.block_params(bool(config.experts)) / job.tp
+        if not job.stack.master_weights:  # FSDP's root keeps what it has gathered for its forward
+            transient += 2 * config.vocab * config.hidden / job.tp * (1 if config.tied else 2)
+    return saved, transient, left
+
+
+def _logits(job: Job) -> tuple[float, float]:
+    """Bytes of the loss at its peak, and those of freed tensors that are of no use to it."""
+    loss, tokens = job.stack.loss, job.micro_batch * (job.seq // job.cp)
+    count = tokens * job.config.vocab / job.tp
+    width = LOGIT_BYTES[loss]
+    if loss == "eager" and job.tp > 1:
+        width = SPLIT_LOGIT_BYTES
+    width *= 2 if job.dtype == "tf32" and loss == "fused" else 1
+    return count * width, count * (LEFT_LOGIT_BYTES if loss == "eager" else 0.0)
 
 
 def _block(job: Job, found: Activations) -> tuple[float, float]:
@@ -174,13 +200,26 @@ def _block(job: Job, found: Activations) -> tuple[float, float]:
     if job.recompute == "attention":
         return found.block - found.scores, found.scores
     if job.recompute == "ops":
-        return PER_OP_KEPT * found.block, (1 - PER_OP_KEPT) * found.block
+        kept = per_op_kept(job)
+        return kept, max(0.0, found.block - kept)
     return found.block, 0.0
 
 
-PER_OP_KEPT = 0.37
-"""Share of a block's activations that torch's per-op checkpointing keeps: every second product,
-attention and reductions."""
+def per_op_kept(job: Job) -> float:
+    """Bytes of a block that torch's per-op checkpointing keeps.
+
+    Its input, what attention gives, and the results of every second product, the first among them.
+    """
+    config = job.config
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    wide = [queries + 2 * keys] if config.fused_qkv else [queries, keys, keys]
+    inner = [2 * config.ffn] if config.fused_gate else [config.ffn] * (2 if config.gated else 1)
+    results = [*wide, config.hidden, *inner, config.hidden]
+    split = config.hidden / (job.tp if job.sequence_parallel else 1)
+    kept = split + queries / job.tp
+    for size in results[::2]:
+        kept += split if size == config.hidden else size / job.tp
+    return job.micro_batch * (job.seq // job.cp) * kept * (4 if job.dtype == "tf32" else 2)
 
 
 def worst_memory(job: Job) -> Memory:
