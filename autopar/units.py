@@ -66,6 +66,23 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(number: int, word: str) -> str:
+    """A number and what it counts.
+
+    Args:
+        number: The number.
+        word: The singular; of several words the one before ``of``, or the last, gets its plural.
+
+    Example:
+        >>> counted(1_024, "rank"), counted(1, "pattern of ops"), counted(2, "microbatch")
+        ('1,024 ranks', '1 pattern of ops', '2 microbatches')
+    """
+    if number != 1:
+        head, of, rest = word.partition(" of ")
+        word = head + ("es" if head.endswith(("ch", "sh", "s", "x")) else "s") + of + rest
+    return f"{number:,} {word}"
+
+
 def parse_bytes(text: str) -> int:
     """Bytes meant by text such as ``"80GiB"``, ``"1.5 GB"`` or ``"4096"``.
 

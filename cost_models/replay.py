@@ -6,7 +6,7 @@ needs no cost model, so that commands which only show a plan start in millisecon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.events import Event, rank_events, schedule_of
@@ -256,11 +256,15 @@ def timeline_of(plan: Plan) -> Timeline:
         return timing.timeline(schedule)
     except KeyError as error:
         raise PlanError(
-            f"the plan's predictions lack {_named(error.args[0])}",
-            fix="run `autopar reprice` with the model",
+            f"the plan's predictions lack {_named(*error.args[0])}",
+            expected="predictions of all that the schedule does",
+            fix="`autopar reprice PLAN MODEL -o PLAN` predicts anew",
             where="plan: $.forecast.timing",
         ) from None
 
 
-def _named(key: Iterable[object]) -> str:
-    return "the action " + " ".join(map(str, key))
+def _named(stage: int, other: object, last: object) -> str:
+    """What `Timing` knows by a key: an action, or a message."""
+    if isinstance(last, str):
+        return f"the message {last} from stage {stage} to {other}"
+    return f"the action {other} of stage {stage}" + (", the last before an update" if last else "")

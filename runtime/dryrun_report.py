@@ -10,6 +10,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.dryrun import DryRun, RankMemory
 from autopar.runtime.dryrun_ledger import Moment
 from autopar.runtime.programs.liveness import MemoryKind
+from autopar.units import counted
 
 WIDTH = 48
 """Columns of the longest bar over time."""
@@ -48,7 +49,7 @@ def as_json(run: DryRun) -> dict[str, Any]:
 
 def as_text(run: DryRun, plan: Plan) -> str:
     """Bytes by kind of each rank, and their course over the step."""
-    schedule = f"{plan.pipeline.schedule}, {plan.pipeline.microbatches} microbatches"
+    schedule = f"{plan.pipeline.schedule}, {counted(plan.pipeline.microbatches, 'microbatch')}"
     mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh)
     lines = [
         f"dry run   {mesh}; {schedule}; ZeRO-{plan.zero.stage}; {run.optimizer}; {run.device}",

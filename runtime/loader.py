@@ -103,7 +103,7 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
         )
     function = load_object(target)
     if not callable(function):
-        raise InputError(f"{target} is a {type(function).__name__}", expected="a function")
+        raise InputError(f"{target} is of type {type(function).__name__}", expected="a function")
     try:
         result = function()
     except Exception as error:

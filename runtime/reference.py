@@ -32,6 +32,7 @@ from autopar.sharding.placement import Shard
 from autopar.sharding.sharded import ShardedGraph
 from autopar.trace import Traced
 from autopar.trace.guards import leaf_paths
+from autopar.units import counted
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -78,7 +79,7 @@ class Rounds:
         """The reference in words, such as ``eager, 4 microbatches``."""
         words = [kind]
         if self.microbatches > 1:
-            words.append(f"{self.microbatches} microbatches")
+            words.append(f"{counted(self.microbatches, 'microbatch')}")
         if self.updates > 1:
             words.append(f"{self.updates} updates")
         if self.delays:

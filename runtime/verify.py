@@ -394,10 +394,10 @@ def _draws_numbers(traced: Traced) -> bool:
 def _check_call(args: Any, kwargs: Any, steps: Any) -> None:
     if not isinstance(args, tuple | list):
         raise InputError(
-            f"args is a {type(args).__name__}", expected="a tuple of arguments, e.g. (x,)"
+            f"args is of type {type(args).__name__}", expected="a tuple of arguments, e.g. (x,)"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(f"kwargs is a {type(kwargs).__name__}", expected="a dict, or None")
+        raise InputError(f"kwargs is of type {type(kwargs).__name__}", expected="a dict, or None")
     if type(steps) is not int or steps < 1:
         raise InputError(f"steps is {steps!r}", expected="a whole number from 1")
 
@@ -412,7 +412,7 @@ def _as_mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh:
     if isinstance(mesh, Mapping):
         return Mesh(tuple(mesh.items()))
     raise InputError(
-        f"mesh is a {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
+        f"mesh is of type {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
     )
 
 

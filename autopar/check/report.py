@@ -15,7 +15,7 @@ from autopar.graph.ir import Graph
 from autopar.imports.imported import Imported
 from autopar.search import exact
 from autopar.search.problem import Candidate, Problem
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 
 SEARCH_S = 20.0
 """Seconds that the best plan is looked for."""
@@ -82,8 +82,8 @@ class Report:
         """The report as text."""
         now, setting = self.now, self.setting
         yield f"{setting.where}: {setting.source} configuration of {self.model}, as {self.stack}"
-        seq = f" of {self.seq_len} tokens" if self.seq_len else ""
-        yield f"on       {self.cluster}, {self.batch} samples{seq} a step"
+        seq = f" of {counted(self.seq_len, 'token')}" if self.seq_len else ""
+        yield f"on       {self.cluster}, {counted(self.batch, 'sample')}{seq} a step"
         yield f"plan     {describe(setting, self.batch)}"
         yield self._memory_line()
         parts = [f"{name} {format_bytes(size)}" for name, size in list(now.kinds.items())[:5]]
@@ -197,7 +197,7 @@ def describe(setting: Imported, batch: int) -> str:
         parts.append(f"{setting.schedule}{chunks}")
     again: str = setting.recompute or "none"
     if setting.recompute_layers is not None:
-        again += f" of {setting.recompute_layers} layers a stage"
+        again += f" of {counted(setting.recompute_layers, 'layer')} a stage"
     elif setting.recompute_every > 1:
         again += f" of every {setting.recompute_every} layers one"
     return ", ".join((*parts, f"recompute {again}", setting.precision))

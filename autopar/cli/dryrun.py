@@ -15,6 +15,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +88,7 @@ def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
         rank = names[name] if name in names else int(name)
         if rank >= world_size:
             raise InputError(
-                f"--ranks {text!r}: the plan has {world_size} ranks",
+                f"--ranks {text!r}: the plan has {counted(world_size, 'rank')}",
                 expected=f"0 to {world_size - 1}",
             )
         found.append(rank)

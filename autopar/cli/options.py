@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
 from autopar.plan.extras import POLICIES, split_text
+from autopar.plan.shapes import shown
 from autopar.plan.strategies import default_mesh, strategy_name
 from autopar.sharding.mesh import Mesh
 
@@ -226,10 +227,15 @@ def _read_constraints(
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"constraints are no JSON: {error}", where="--constraints") from None
+        raise InputError(
+            f"constraints are no JSON: {error}",
+            expected='an object such as {"heads": "tp", "batch": "dp"}, or the name of a file',
+            fix="put it in single quotes, so that the shell leaves its double quotes alone",
+            where="--constraints",
+        ) from None
     if not isinstance(value, dict):
         raise InputError(
-            f"constraints are a {type(value).__name__}",
+            f"constraints are {shown(value)}",
             expected='an object such as {"heads": "tp", "batch": "dp"}',
             where="--constraints",
         )

@@ -174,7 +174,8 @@ def _runners_up(result: SearchResult, count: int) -> list[str]:
     if proof.bound_s > 0:
         reasons = ", ".join(f"{count:,} by {name}" for name, count in proof.pruned.items() if count)
         lines.append(f"no plan takes less than {proof.bound_s:.4g} s (proven for: {proof.space})")
-        lines.append(f"{proof.points:,} points; ruled out {reasons}")
+        if reasons:
+            lines.append(f"ruled out unpriced: {reasons}")
     return ["runners-up (predicted)", *lines] if lines else []
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost_models.published.log import last_fit
 from autopar.cost_models.published.stats import LARGE_SET
-from autopar.units import format_bytes
+from autopar.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from autopar.cost_models.published.predict import Validation
@@ -50,7 +50,7 @@ def lines(result: Validation, *, by_group: bool, shipped: bool) -> Iterator[str]
             yield f"  {count:5}  {text}"
     if result.skipped:
         yield ""
-        yield f"{len(result.skipped)} rows skipped:"
+        yield f"{counted(len(result.skipped), 'row')} skipped:"
         reasons: dict[str, list[str]] = {}
         for row, reason in result.skipped:
             reasons.setdefault(reason, []).append(row.id)

@@ -21,6 +21,7 @@ from autopar.export.common import (
 )
 from autopar.export.result import TARGETS, Exported, Target, comments
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 
 def export_accelerate(plan: Plan) -> Exported:
@@ -47,7 +48,7 @@ def export_accelerate(plan: Plan) -> Exported:
         _recompute(work)
     if facts.experts:
         size = facts.degree(facts.experts)
-        work.lose(f"experts are split over {size} ranks", "whole on every rank")
+        work.lose(f"experts are split over {counted(size, 'rank')}", "whole on every rank")
     _batch(work)
     work.notes.insert(
         0, "set num_machines, machine_rank and main_process_ip where there is more than one node"
@@ -80,7 +81,7 @@ def _batch(work: Work) -> None:
         work.notes.append("the batch size is the data loader's")
         return
     work.notes.append(
-        f"the data loader of a rank gives {facts.micro_batch_size} samples at a time "
+        f"the data loader of a rank gives {counted(facts.micro_batch_size, 'sample')} at a time "
         f"(global batch {facts.batch_size})"
     )
 
@@ -100,7 +101,7 @@ def _recompute(work: Work) -> bool:
             work.notes.append("full recomputation: model.gradient_checkpointing_enable()")
         return kind == "full"
     work.lose(
-        f"backward computes again {len(work.plan.recompute)} patterns of ops ({kind})",
+        f"backward computes again {counted(len(work.plan.recompute), 'pattern of ops')} ({kind})",
         "nothing is computed again; whole layers are with fsdp_activation_checkpointing or "
         "gradient_checkpointing_enable()",
     )
@@ -113,7 +114,7 @@ def _deepspeed(work: Work) -> dict[str, Any]:
     if rest > 1:
         work.lose(
             f"ZeRO divides over {', '.join(facts.zero_axes)} only",
-            f"over all {facts.data_degree} ranks",
+            f"over all {counted(facts.data_degree, 'rank')}",
         )
     _recompute(work)
     return {
@@ -219,7 +220,8 @@ def _megatron(work: Work) -> dict[str, Any]:
             "megatron_lm_recompute_granularity": "selective",
         }
         work.lose(
-            f"backward computes again {len(work.plan.recompute)} patterns of ops ({kind})",
+            "backward computes again "
+            f"{counted(len(work.plan.recompute), 'pattern of ops')} ({kind})",
             "attention scores only",
         )
     return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": config}

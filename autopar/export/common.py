@@ -10,6 +10,7 @@ from autopar.export.layers import Layers, StageLayers, layers_of, recomputed, st
 from autopar.export.result import Loss
 from autopar.export.splits import Split, splits_of
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,13 +69,14 @@ def begin(plan: Plan) -> Work:
     if plan.overrides:
         names = ", ".join(list(plan.overrides)[:3])
         work.lose(
-            f"{len(plan.overrides)} ops are split otherwise than their axes say ({names}...)",
+            f"{counted(len(plan.overrides), 'op')} split otherwise than by the plan's axes "
+            f"({names}...)",
             "they follow the rest of the model",
         )
     for axis in work.facts.other:
         factors = ", ".join(dict(plan.order).get(axis, ())) or "nothing"
         work.lose(
-            f"axis {axis} of {work.facts.degree([axis])} ranks splits {factors}",
+            f"axis {axis} of {counted(work.facts.degree([axis]), 'rank')} splits {factors}",
             "left out; its ranks are not used",
         )
     if len(work.facts.tensor) > 1:
@@ -147,7 +149,7 @@ def lower_schedule(work: Work, known: Sequence[str], instead: str = "1f1b") -> s
     if pipeline.schedule in known:
         return pipeline.schedule
     work.lose(
-        f"schedule {pipeline.schedule}" + (f" with {pipeline.chunks} stages a rank"
+        f"schedule {pipeline.schedule}" + (f" with {counted(pipeline.chunks, 'stage')} a rank"
         if pipeline.chunks > 1 else ""), instead, extra_s=bubble_s(facts),
     )  # fmt: skip
     return instead
@@ -185,5 +187,5 @@ def describe(plan: Plan) -> str:
     if plan.num_stages > 1:
         parts.append(plan.pipeline.schedule)
     if plan.pipeline.microbatches > 1:
-        parts.append(f"{plan.pipeline.microbatches} microbatches")
+        parts.append(counted(plan.pipeline.microbatches, "microbatch"))
     return ", ".join(parts)

@@ -22,6 +22,7 @@ from autopar.export.common import (
 from autopar.export.result import TARGETS, Exported, Target
 from autopar.export.splits import Split, group_of
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 
 def export_deepspeed(plan: Plan) -> Exported:
@@ -47,7 +48,8 @@ def export_deepspeed(plan: Plan) -> Exported:
         )
     _experts(work)
     work.notes.insert(
-        0, f"start {work.facts.ranks} ranks: deepspeed --num_gpus N --num_nodes M train.py"
+        0,
+        f"start {counted(work.facts.ranks, 'rank')}: deepspeed --num_gpus N --num_nodes M train.py",
     )
     text = json.dumps(config, indent=2) + "\n"
     return Exported(text=text, losses=tuple(work.losses), notes=tuple(work.notes))
@@ -60,7 +62,8 @@ def _batch(work: Work) -> dict[str, Any]:
         return {"gradient_accumulation_steps": facts.microbatches}
     if facts.micro_batch_size is None:
         work.lose(
-            f"{facts.batch_size} samples over {facts.data_degree} ranks in {facts.microbatches} "
+            f"{counted(facts.batch_size, 'sample')} over "
+            f"{counted(facts.data_degree, 'rank')} in {facts.microbatches} "
             "microbatches, of unequal sizes",
             "the batch size is to be set",
         )
@@ -117,7 +120,7 @@ def _pipeline(work: Work) -> dict[str, Any]:
         counts = ", ".join(map(str, stages.counts))
         work.lose(
             f"stages of {counts} layers",
-            f"{facts.pipeline} stages as PipelineModule divides its list of layers",
+            f"{counted(facts.pipeline, 'stage')} as PipelineModule divides its list of layers",
         )
         method = "parameters"
     work.notes.append(
@@ -144,7 +147,8 @@ def _recompute(work: Work, config: dict[str, Any]) -> dict[str, Any]:
         )
     else:
         work.lose(
-            f"backward computes again {len(work.plan.recompute)} patterns of ops ({kind})",
+            "backward computes again "
+            f"{counted(len(work.plan.recompute), 'pattern of ops')} ({kind})",
             "DeepSpeed checkpoints whole calls: the model decides which",
         )
     return {"partition_activations": False, "contiguous_memory_optimization": False}
@@ -198,7 +202,7 @@ def _experts(work: Work) -> None:
         return
     size = work.facts.degree(work.facts.experts)
     work.lose(
-        f"experts are split over {', '.join(work.facts.experts)} ({size} ranks)",
+        f"experts are split over {', '.join(work.facts.experts)} ({counted(size, 'rank')})",
         f"in Python only: deepspeed.moe.layer.MoE(..., ep_size={size})",
     )
 

@@ -21,6 +21,7 @@ from autopar.export.fsdp2_write import Script, write
 from autopar.export.layers import recomputed
 from autopar.export.result import TARGETS, Exported, Target
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -118,14 +119,15 @@ def _schedule(work: Work) -> tuple[str, int]:
     rounds = max(1, facts.microbatches // facts.pipeline)
     if name == "interleaved_1f1b" and facts.microbatches % rounds:
         work.lose(
-            f"interleaved 1F1B of {facts.microbatches} microbatches",
+            f"interleaved 1F1B of {counted(facts.microbatches, 'microbatch')}",
             "GPipe of whole stages: PyTorch interleaves multiples of the number of rounds",
             extra_s=bubble_s(facts),
         )
         name, chunks = "gpipe", 1
     if name == "1f1b" and facts.microbatches < facts.pipeline:
         work.lose(
-            f"1F1B of {facts.microbatches} microbatches, fewer than {facts.pipeline} stages",
+            f"1F1B of {counted(facts.microbatches, 'microbatch')}, "
+            f"fewer than {counted(facts.pipeline, 'stage')}",
             "GPipe, which is the same here: all of them are under way at once",
         )
         name = "gpipe"
@@ -200,7 +202,8 @@ def _recompute(work: Work) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kinds = recomputed(work.plan, work.layers)
     if work.plan.recompute and not any(kind != "none" for kind in kinds):
         work.lose(
-            f"backward computes again {len(work.plan.recompute)} patterns of ops outside of layers",
+            f"backward computes again {counted(len(work.plan.recompute), 'pattern of ops')} "
+            "outside of layers",
             "they are kept",
         )
     if "mixed" in kinds:
@@ -238,7 +241,8 @@ def _notes(work: Work) -> None:
         )
     if facts.batch_size is not None and facts.micro_batch_size is None:
         work.lose(
-            f"{facts.batch_size} samples over {facts.data_degree} ranks in {facts.microbatches} "
+            f"{counted(facts.batch_size, 'sample')} over "
+            f"{counted(facts.data_degree, 'rank')} in {facts.microbatches} "
             "microbatches, of unequal sizes",
             "the script wants equal ones",
         )

@@ -16,7 +16,7 @@ from typing import Literal
 from autopar.plan.plan import Plan
 
 Again = Literal["none", "selective", "full", "mixed"]
-_SPAN = re.compile(r"stage (\d+): (?:(\S+) to )?(\S+), \d+ ops, ")
+_SPAN = re.compile(r"stage (\d+): (?:(\S+) to )?(\S+), [\d,]+ ops?, ")
 _PRODUCTS = ("linear.default", "addmm.default", "mm.default", "matmul.default", "einsum.default")
 _ATTENTION = ("scaled_dot_product_attention.default", "softmax.int", "bmm.default")
 

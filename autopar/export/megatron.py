@@ -21,6 +21,7 @@ from autopar.export.layers import recomputed
 from autopar.export.result import TARGETS, Exported, Target, comments
 from autopar.export.splits import ATTENTION
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 _ORDERS = (("pp", "dp", "cp", "tp"), ("dp", "pp", "cp", "tp"))
 """Roles of mesh axes, outermost first: the usual order, and that of --use-tp-pp-dp-mapping."""
@@ -36,9 +37,10 @@ def export_megatron(plan: Plan) -> Exported:
     words += [*_zero(work), *_recompute(work), *_precision(work)]
     _check_splits(work)
     work.notes.insert(
-        0, f"start {work.facts.ranks} ranks: grep -v '^#' THIS | xargs torchrun --nnodes N "
-        "--nproc-per-node M pretrain_gpt.py",
-    )  # fmt: skip
+        0,
+        f"start {counted(work.facts.ranks, 'rank')}: grep -v '^#' THIS | xargs torchrun "
+        "--nnodes N --nproc-per-node M pretrain_gpt.py",
+    )
     body = "".join(f"{word}\n" for word in words)
     head = comments(tuple(work.losses), tuple(work.notes))
     return Exported(text=head + body, losses=tuple(work.losses), notes=tuple(work.notes))
@@ -131,7 +133,8 @@ def _pipeline(work: Work) -> list[str]:
     chunks = plan.pipeline.chunks if name == "interleaved_1f1b" else 1
     if chunks > 1 and facts.microbatches % facts.pipeline:
         work.lose(
-            f"interleaved 1F1B of {facts.microbatches} microbatches over {facts.pipeline} ranks",
+            f"interleaved 1F1B of {counted(facts.microbatches, 'microbatch')} "
+            f"over {counted(facts.pipeline, 'rank')}",
             "1F1B: Megatron interleaves multiples of the number of ranks",
             extra_s=bubble_s(facts),
         )
@@ -161,12 +164,14 @@ def _batch(work: Work) -> list[str]:
     if facts.batch_size is None:
         work.notes.append(
             "the plan does not say its batch size: add --micro-batch-size and --global-batch-size "
-            f"({facts.microbatches} microbatches on each of {facts.data_degree} ranks)"
+            f"({counted(facts.microbatches, 'microbatch')} on each "
+            f"of {counted(facts.data_degree, 'rank')})"
         )
         return []
     if facts.micro_batch_size is None:
         work.lose(
-            f"{facts.batch_size} samples over {facts.data_degree} ranks in {facts.microbatches} "
+            f"{counted(facts.batch_size, 'sample')} over "
+            f"{counted(facts.data_degree, 'rank')} in {facts.microbatches} "
             "microbatches, of unequal sizes",
             "add --micro-batch-size and --global-batch-size yourself",
         )
@@ -226,7 +231,8 @@ def _block(work: Work) -> list[str]:
     most = max(firsts, default=0)
     if not most:
         work.lose(
-            f"backward computes again {len(work.plan.recompute)} patterns of ops, by layer",
+            "backward computes again "
+            f"{counted(len(work.plan.recompute), 'pattern of ops')}, by layer",
             "attention scores only, in all layers",
         )
         return ["--recompute-granularity selective"]

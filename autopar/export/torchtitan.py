@@ -21,6 +21,7 @@ from autopar.export.common import (
 from autopar.export.facts import Facts
 from autopar.export.result import TARGETS, Exported, Target, comments
 from autopar.plan.plan import Plan
+from autopar.units import counted
 
 _SCHEDULES = {
     "gpipe": "GPipe",
@@ -47,7 +48,9 @@ def export_torchtitan(plan: Plan) -> Exported:
             "as torchtitan's own model is split",
             extra_bytes=whole_bytes(odd) if all(not s.cut.even for s in odd) else None,
         )
-    work.notes.insert(0, f"start {facts.ranks} ranks: CONFIG_FILE=THIS NGPU=N ./run_train.sh")
+    work.notes.insert(
+        0, f"start {counted(facts.ranks, 'rank')}: CONFIG_FILE=THIS NGPU=N ./run_train.sh"
+    )
     work.notes.append("add [model] name and flavor: the plan is of your model, not of torchtitan's")
     _later(work)
     body = "\n".join(_section(name, values) for name, values in sections.items() if values)
@@ -96,7 +99,8 @@ def _training(work: Work) -> dict[str, Value]:
         work.notes.append("the plan does not say its batch size: add local_batch_size")
     elif micro is None:
         work.lose(
-            f"{facts.batch_size} samples over {facts.data_degree} ranks in {facts.microbatches} "
+            f"{counted(facts.batch_size, 'sample')} over "
+            f"{counted(facts.data_degree, 'rank')} in {facts.microbatches} "
             "microbatches, of unequal sizes",
             "add the batch sizes yourself",
         )
@@ -184,7 +188,10 @@ def _pipeline(work: Work) -> dict[str, Value]:
         return values
     stages = facts.pipeline * chunks
     if facts.microbatches < stages:
-        work.notes.append(f"torchtitan warns: {facts.microbatches} microbatches, {stages} stages")
+        work.notes.append(
+            f"torchtitan warns: {counted(facts.microbatches, 'microbatch')}, "
+            f"{counted(stages, 'stage')}"
+        )
     parts = _parts(work, facts)
     if parts:
         values["module_fqns_per_model_part"] = parts

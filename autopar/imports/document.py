@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.imports.imported import Remark
+from autopar.plan.shapes import shown
 
 Path = tuple[str, ...]
 MOST_TABLES = 10_000
@@ -245,9 +246,7 @@ def parse_yaml(text: str, where: str) -> Document:
 
 def _document(data: object, where: str, line_of: Callable[[Path], int | None]) -> Document:
     if not isinstance(data, dict):
-        raise InputError(
-            f"the file holds a {type(data).__name__}", expected="keys and values", where=where
-        )
+        raise InputError(f"the file holds {shown(data)}", expected="keys and values", where=where)
     count = itertools.count()
 
     def words(part: Mapping[Any, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from autopar.errors import PlanError
 from autopar.presets.config import DecoderConfig
 from autopar.sharding.mesh import Mesh
+from autopar.units import counted
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Recompute = Literal["none", "full", "selective", "attention", "ops"]
@@ -162,8 +163,12 @@ class Imported:
         data, left = divmod(num_devices, fixed)
         if left or not data:
             raise PlanError(
-                f"{self._degrees()} takes a multiple of {fixed} devices, not {num_devices}",
-                expected=f"{fixed * max(1, data)} devices, or degrees that divide {num_devices}",
+                f"{self._degrees()} takes a multiple of "
+                f"{counted(fixed, 'device')}, not {num_devices}",
+                expected=(
+                    f"{counted(fixed * max(1, data), 'device')}, "
+                    f"or degrees that divide {num_devices}"
+                ),
                 fix="name another cluster, or change the degrees in the file",
                 where=self.where,
             )
@@ -172,14 +177,16 @@ class Imported:
             shards, left = divmod(data, self.replicas)
         if left or self.replicas * shards != data:
             raise PlanError(
-                f"{self._degrees()} takes {fixed * self.replicas * (self.shards or 1)} devices,"
+                f"{self._degrees()} takes "
+                f"{counted(fixed * self.replicas * (self.shards or 1), 'device')},"
                 f" not {num_devices}",
                 expected=f"data ranks that multiply to {data}",
                 where=self.where,
             )
         if data * self.cp % self.ep:
             raise PlanError(
-                f"expert parallelism over {self.ep} ranks, of {data * self.cp} data ranks",
+                f"expert parallelism over {counted(self.ep, 'rank')}, "
+                f"of {counted(data * self.cp, 'data rank')}",
                 expected="a divisor",
                 where=self.where,
             )

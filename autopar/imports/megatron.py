@@ -24,6 +24,7 @@ from autopar.imports.imported import (
 from autopar.imports.megatron_model import model_of
 from autopar.imports.megatron_names import IRRELEVANT, MEANINGS, NEMO
 from autopar.imports.script import Flag, Flags, read_flags
+from autopar.units import counted
 
 _SIGNS = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--micro-batch-size",
@@ -212,7 +213,8 @@ def _pipeline(flags: Flags, model: Described | None) -> _Pipeline:
         if left or not chunks:
             raise flags.wrong(
                 flags.found["--num-layers-per-virtual-pipeline-stage"],
-                f"a number that divides {model.layers} layers over {pp} pipeline ranks evenly",
+                f"a number that divides {counted(model.layers, 'layer')} "
+                f"over {counted(pp, 'pipeline rank')} evenly",
             )
     chunks = chunks if chunks is not None and pp > 1 else 1
     schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"

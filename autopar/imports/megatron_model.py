@@ -9,6 +9,7 @@ from autopar.imports.document import at_line
 from autopar.imports.imported import Described
 from autopar.imports.script import Flags
 from autopar.presets.config import DecoderConfig, Positions
+from autopar.units import counted
 
 GPT2_VOCAB, BERT_VOCAB = 50257, 30522
 VOCAB_MULTIPLE = 128
@@ -47,7 +48,9 @@ def model_of(flags: Flags, program: str) -> Described | None:
         return None
     if program in ("bert", "t5"):
         return _encoder(flags, program, layers, decoder_layers, hidden, heads)
-    return Described(sizes=_decoder(flags, layers, hidden, heads), name=f"GPT of {layers} layers")
+    return Described(
+        sizes=_decoder(flags, layers, hidden, heads), name=(f"GPT of {counted(layers, 'layer')}")
+    )
 
 
 def _vocab(flags: Flags, usual: int) -> int:
@@ -140,5 +143,5 @@ def _encoder(
     if program == "bert":
         context = flags.number("--max-position-embeddings", least=1) or 512
         sizes["context"] = max(context, flags.number("--seq-length", least=1) or 512)
-        return Described(kind="bert", sizes=sizes, name=f"BERT of {layers} layers")
+        return Described(kind="bert", sizes=sizes, name=f"BERT of {counted(layers, 'layer')}")
     return Described(kind="t5", sizes=sizes, name=f"T5 of {layers} + {layers} layers")

@@ -14,6 +14,7 @@ from autopar.plan.plan import Plan
 from autopar.sharding.choices import options
 from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.sharded import ShardedGraph
+from autopar.units import counted
 
 
 def adapt(plan: Plan, graph: Graph) -> tuple[Plan, ShardedGraph]:
@@ -40,7 +41,11 @@ def adapt(plan: Plan, graph: Graph) -> tuple[Plan, ShardedGraph]:
     light = replace(plan, overrides=overrides, forecast=None)
     constraints = constraints_of(light)
     sharded = place_graph(graph, plan.device_mesh, constraints, factors, light)
-    notes = (f"choices of {dropped} ops were left out, as sizes differ",) if dropped else ()
+    notes = (
+        ((f"choices of {counted(dropped, 'op')} were left out, as sizes differ"),)
+        if dropped
+        else ()
+    )
     made = describe(sharded, plan.device_mesh, constraints, notes, plan.unruled)
     if len(made.inputs) != len(plan.inputs):
         raise refuse_model("it takes other inputs", "inputs")

@@ -21,6 +21,7 @@ from autopar.sharding.factors import Factors, Unit
 from autopar.sharding.mesh import MICROBATCH, Mesh
 from autopar.sharding.placement import PARTIAL, REPLICATE, Pair, Placements, Shard, legal
 from autopar.sharding.rule import OpRule
+from autopar.units import counted
 
 _ACTIVATIONS_ONLY = frozenset({"seq"})
 """Factors split only where gradients flow: masks and tables are cheaper whole."""
@@ -247,7 +248,10 @@ def _check(
                 raise PlanError(
                     f"factor {name!r} of size {size} cannot be split over the {degree} ranks of "
                     f"axis {axis!r}{beside}",
-                    expected=f"at most {size} ranks in all, or another factor on axis {axis!r}",
+                    expected=(
+                        f"at most {counted(size, 'rank')} in all, "
+                        f"or another factor on axis {axis!r}"
+                    ),
                     where=f"module {node.module or '(root)'}, {node.op} {node.source}".rstrip(),
                 )
 

@@ -38,6 +38,7 @@ from autopar.sharding.factors import Factors, infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.placement import REPLICATE, Placements, Shard
 from autopar.sharding.sharded import ShardedGraph, shard_graph
+from autopar.units import counted
 
 
 def _choices_from_overrides(
@@ -54,7 +55,7 @@ def _choices_from_overrides(
         allowed = {str(c): c for c in options(node, rule, units, graph.spec)}
         if len(words) != len(mesh.shape):
             raise PlanError(
-                f"{len(words)} choices for {len(mesh.shape)} mesh axes",
+                f"{counted(len(words), 'choice')} for {len(mesh.shape)} mesh axes",
                 expected="one choice for each of " + ", ".join(mesh.names),
                 where=where,
             )
@@ -229,7 +230,7 @@ def refuse_unruled(unruled: tuple[UnruledOp, ...]) -> None:
         raise PlanError(
             f"{unruled[0].op} has no sharding rule and would run replicated "
             f"({unruled[0].size_bytes:,} bytes on every rank)"
-            + (f"; so would {len(unruled) - 1} more ops" if len(unruled) > 1 else ""),
+            + (f"; so would {counted(len(unruled) - 1, 'more op')}" if len(unruled) > 1 else ""),
             where=f"module {unruled[0].module or '(root)'} {unruled[0].source}".rstrip(),
             fix="plan without strict=True, or register a rule for the op",
         )

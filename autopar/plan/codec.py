@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.errors import PlanError
-from autopar.plan.lint import check
+from autopar.plan.lint import check, meant
 from autopar.plan.migrate import migrate
 from autopar.plan.plan import Plan
-from autopar.plan.shapes import Fault, Twice, hints_of, read_fields, reader
+from autopar.plan.shapes import Fault, Twice, hints_of, read_fields, reader, shown
 
 MOST_BYTES = 256 * 2**20
 """No plan file is larger."""
 _DIGITS = 19
+_WHOLE = "the JSON that `autopar plan MODEL -o PLAN` writes"
+_AGAIN = "write it anew: `autopar plan MODEL -o PLAN`"
 
 
 def read_text(path: str | Path) -> tuple[str, list[Fault]]:
@@ -29,11 +31,17 @@ def read_text(path: str | Path) -> tuple[str, list[Fault]]:
         size = Path(path).stat().st_size
         if size > MOST_BYTES:
             expected = f"at most {MOST_BYTES:,} bytes"
-            return "", [Fault(path="1:1", what=f"is a file of {size:,} bytes", expected=expected)]
+            what = f"is a file of {size:,} bytes"
+            return "", [Fault(path="1:1", what=what, expected=expected, fix=_AGAIN)]
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         text = getattr(error, "strerror", None) or str(error)
-        raise PlanError(f"cannot read the plan file: {text}", where=str(path)) from None
+        raise PlanError(
+            f"cannot read the plan file: {text}",
+            expected="a plan file, as `autopar plan MODEL -o PLAN` writes it",
+            fix=_near(Path(path)),
+            where=str(path),
+        ) from None
     try:
         return data.decode("utf-8"), []
     except UnicodeDecodeError as error:
@@ -42,7 +50,7 @@ def read_text(path: str | Path) -> tuple[str, list[Fault]]:
         what = f"cannot read the plan file: byte 0x{data[error.start]:02x} is no UTF-8"
         expected = "text in UTF-8"
         place = f"{line}:{error.start - start + 1}"
-        return "", [Fault(path=place, what=what, expected=expected)]
+        return "", [Fault(path=place, what=what, expected=expected, fix=_AGAIN)]
 
 
 def read_plan(text: str) -> tuple[Plan | None, list[Fault]]:
@@ -58,8 +66,8 @@ def read_plan(text: str) -> tuple[Plan | None, list[Fault]]:
     if faults:
         return None, faults
     if not isinstance(data, dict):
-        kind = type(data).__name__
-        return None, [Fault(path="$", what=f"is a {kind}", expected="an object")]
+        what, expected = f"is {shown(data)}", "an object with the fields of a plan"
+        return None, [Fault(path="$", what=what, expected=expected, fix=_AGAIN)]
     migrated, faults = migrate(data)
     if faults:
         return None, faults
@@ -80,11 +88,34 @@ def parse(text: str) -> tuple[Any, list[Fault]]:
         return json.loads(text, object_pairs_hook=_object, parse_int=_whole), []
     except json.JSONDecodeError as error:
         place = f"{error.lineno}:{error.colno}"
-        return None, [Fault(path=place, what=f"the plan is not JSON: {error.msg}")]
+        what = f"the plan is not JSON: {error.msg}"
+        return None, [Fault(path=place, what=what, expected=_WHOLE, fix=_broken(text, error))]
     except RecursionError:
         place, depth = _deepest(text)
         what = f"the plan is nested {depth:,} levels deep"
-        return None, [Fault(path=place, what=what, expected="a handful of levels")]
+        return None, [Fault(path=place, what=what, expected="a handful of levels", fix=_AGAIN)]
+
+
+def _near(path: Path) -> str:
+    """What to do about a file that cannot be read."""
+    try:
+        if path.is_dir():
+            return f"name a file in it, such as {path / 'plan.json'}"
+        names = [item.name for item in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return f"there is no folder {path.parent} that can be read: check the path"
+    close = meant(path.name, names)
+    return close or "check the path, or write the plan: `autopar plan MODEL -o PLAN`"
+
+
+def _broken(text: str, error: json.JSONDecodeError) -> str:
+    """What to do about text that is no JSON."""
+    if not text.strip():
+        return f"the file is empty: {_AGAIN}"
+    if not text[error.pos :].strip():
+        return f"the file ends too early: finish what is open, or {_AGAIN}"
+    line = text.splitlines()[error.lineno - 1].strip() if text.splitlines() else ""
+    return f"mend the line {shown(line)}, or {_AGAIN}"
 
 
 def refuse(faults: Sequence[Fault], where: str) -> NoReturn:

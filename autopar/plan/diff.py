@@ -10,7 +10,7 @@ from autopar.plan.forecast import Forecast, RankForecast
 from autopar.plan.plan import ParameterPlan, Plan
 from autopar.plan.shapes import shown
 from autopar.sharding.mesh import Mesh
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 NONE = "-"
@@ -191,7 +191,9 @@ def fold(names: Iterable[str]) -> list[tuple[str, str]]:
             found.append(("", members[0]))
             continue
         numbers = sorted({int(n[:18]) for name in members for n in _NUMBER.findall(name)[:1]})
-        found.append((f" ({ranges(numbers)})" if numbers else f" ({len(members)} ops)", pattern))
+        found.append(
+            (f" ({ranges(numbers)})" if numbers else (f" ({counted(len(members), 'op')})"), pattern)
+        )
     return found
 
 

@@ -10,6 +10,7 @@ from autopar.plan.fingerprint import choices_digest
 from autopar.plan.forecast import Forecast
 from autopar.plan.plan import Plan
 from autopar.plan.shapes import Fault, Trail, path_of, shown
+from autopar.units import counted
 
 EVENT = re.compile(
     r"(?P<kind>run|post|take|send|release|reduce|update)"
@@ -18,6 +19,8 @@ EVENT = re.compile(
 """An event of a walk over memory, as text."""
 RUN = re.compile(r"(?P<effect>\d{1,9})(\*(?P<times>\d{1,9}))?")
 """Number of an effect, and how often it happens in a row."""
+_ROUNDING = 1e-6
+_ANEW = "`autopar reprice` predicts anew"
 STALE = "was made for other choices than the file has now"
 
 
@@ -42,20 +45,44 @@ def check_forecast(values: Mapping[str, Any]) -> Iterator[Fault]:
             path=path_of((root, "choices")),
             what=STALE,
             expected="predictions of these choices",
-            fix="`autopar reprice` predicts anew",
+            fix=_ANEW,
             warning=True,
         )
     elif len(forecast.ranks) != (count := plan.pipeline.ranks(plan.mesh)):
-        what = f"has {len(forecast.ranks)} ranks"
+        what = f"has {counted(len(forecast.ranks), 'rank')}"
         yield Fault(path=path_of((root, "ranks")), what=what, expected=f"{count} pipeline ranks")
     elif len(forecast.memory.ranks) != count:
         path = path_of(((root, "memory"), "ranks"))
-        what = f"has {len(forecast.memory.ranks)} ranks"
+        what = f"has {counted(len(forecast.memory.ranks), 'rank')}"
         yield Fault(path=path, what=what, expected=f"{count} pipeline ranks")
     if not forecast.ranks:
         path = path_of((root, "ranks"))
         yield Fault(path=path, what="is empty", expected="an entry for every pipeline rank")
+    yield from _rank_faults(forecast, (root, "ranks"))
     yield from _memory_faults(forecast, (root, "memory"))
+
+
+def _rank_faults(forecast: Forecast, root: Trail) -> Iterator[Fault]:
+    """Seconds that are negative by more than rounding, bytes that contradict each other."""
+    for index, rank in enumerate(forecast.ranks):
+        for name, parts in (("kernels", rank.kernels), ("collectives", rank.collectives)):
+            for part, value in parts.items():
+                if value < -_ROUNDING * forecast.step_s:
+                    path = path_of((((root, index), name), part))
+                    expected = "seconds from 0, or a rounding error below it"
+                    yield Fault(path=path, what=f"is {shown(value)}", expected=expected, fix=_ANEW)
+        if rank.peak_bytes > rank.allocated_bytes or rank.allocated_bytes > rank.reserved_bytes:
+            what = (
+                f"holds {rank.peak_bytes:,} bytes at its mark, {rank.allocated_bytes:,} allocated, "
+                f"{rank.reserved_bytes:,} reserved"
+            )
+            yield Fault(
+                path=path_of((root, index)),
+                what=what,
+                expected="each at least the one before",
+                fix=_ANEW,
+                warning=True,
+            )
 
 
 def _memory_faults(forecast: Forecast, root: Trail) -> Iterator[Fault]:

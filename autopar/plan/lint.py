@@ -21,6 +21,7 @@ from autopar.plan.plan import ParameterPlan
 from autopar.plan.shapes import BAD, LARGEST, Fault, Trail, path_of, shown
 from autopar.plan.strategies import STANDARD, STRATEGIES, Constraints, prime_factors
 from autopar.sharding.mesh import Mesh
+from autopar.units import counted
 
 MOST_RANKS = 2**24
 """Most ranks of a mesh."""
@@ -176,7 +177,7 @@ def _words_faults(values: Mapping[str, Any], rest: Axes, pipeline: PipelinePlan)
     """Placements of parameters, and overrides."""
     sizes = tuple(n for _, size in rest for n in (prime_factors(size) or [1]))
     axes = ", ".join(f"{name}={size}" for name, size in rest) or "the mesh without its pipeline"
-    words = f"{len(sizes)} words, one per sub-axis of the mesh's {axes}"
+    words = f"{counted(len(sizes), 'word')}, one per sub-axis of the mesh's {axes}"
     seen: dict[object, int] = {}
     names: dict[str, int] = {}
     for index, item in enumerate(_entries(values["parameters"])):
@@ -186,6 +187,12 @@ def _words_faults(values: Mapping[str, Any], rest: Axes, pipeline: PipelinePlan)
         if first != index:
             what = f"is {shown(item.fqn)}, as parameters[{first}] is"
             yield _fault(_at("parameters", index, "fqn"), what, "every parameter once")
+        if not item.fqn.strip():
+            expected = "the name of a parameter, such as layers.0.weight"
+            yield _fault(_at("parameters", index, "fqn"), f"is {shown(item.fqn)}", expected)
+        if 0 in item.shape:
+            what = f"is {list(item.shape)}: the parameter has no elements"
+            yield _warning(_at("parameters", index, "shape"), what, "sizes from 1; [] for a scalar")
         if item.dtype not in ITEM_BYTES:
             what, expected = f"is {shown(item.dtype)}", "one of " + ", ".join(ITEM_BYTES)
             fix = meant(item.dtype, ITEM_BYTES)
@@ -199,8 +206,8 @@ def _words_faults(values: Mapping[str, Any], rest: Axes, pipeline: PipelinePlan)
         trail = _at("overrides", name)
         if len(choices) != fine:
             time = ", the first for pipeline.microbatches" if fine > len(sizes) else ""
-            what, expected = f"has {len(choices)} choices", f"{fine}, one per sub-axis{time}"
-            yield _fault(trail, what, expected)
+            expected = f"{fine}, one per sub-axis{time}"
+            yield _fault(trail, f"has {counted(len(choices), 'choice')}", expected)
         for place, word in enumerate(choices):
             if not _CHOICE.fullmatch(word):
                 expected = "replicate, gradient, linear:N or factor@letter:STRIDExSIZE"
@@ -215,7 +222,7 @@ def _placement_faults(
         yield _fault(_at("parameters", index, "shape"), what, expected)
     trail = _at("parameters", index, "placement")
     if len(item.placement) != len(sizes):
-        yield _fault(trail, f"has {len(item.placement)} words", words)
+        yield _fault(trail, f"has {counted(len(item.placement), 'word')}", words)
         return
     parts: dict[tuple[int, int, int], int] = {}
     for place, word in enumerate(item.placement):

@@ -22,6 +22,7 @@ from autopar.sharding.mesh import MICROBATCH, Mesh
 from autopar.sharding.placement import Pair
 from autopar.sharding.reshard import Step, plan_steps
 from autopar.sharding.sharded import ShardedGraph, shard_graph
+from autopar.units import counted
 
 _HARMLESS = ("slice", "mask", "all_reduce")
 
@@ -138,9 +139,9 @@ def check_microbatches(sharded: ShardedGraph) -> None:
     if obstacles:
         key, why = obstacles[0]
         node = sharded.graph.nodes[op_keys(sharded.graph).index(key)]
-        more = f" (and {len(obstacles) - 1} more ops)" if len(obstacles) > 1 else ""
+        more = f" (and {counted(len(obstacles) - 1, 'more op')})" if len(obstacles) > 1 else ""
         raise PlanError(
-            f"the batch cannot be computed in {count} microbatches: {why}{more}",
+            f"the batch cannot be computed in {counted(count, 'microbatch')}: {why}{more}",
             expected="ops that treat samples one by one, or sum over them",
             where=f"module {node.module or '(root)'}, {key} {node.source}".rstrip(),
             fix="plan with microbatches=1",
@@ -169,7 +170,8 @@ def check_batch(
     sizes = batch_sizes(graph, factors)
     if not sizes:
         raise PlanError(
-            f"the batch cannot be computed in {count} microbatches: no op of the model treats "
+            f"the batch cannot be computed in {counted(count, 'microbatch')}: "
+            "no op of the model treats "
             "samples one by one",
             expected="inputs with a batch dim",
             where=where,
@@ -180,7 +182,7 @@ def check_batch(
             fitting = [n for n in range(size, 0, -1) if size % n == 0]
             near = sorted(fitting, key=lambda n: (abs(n - count), -n))[:2]
             raise PlanError(
-                f"global batch {size} does not divide into {count} microbatches",
+                f"global batch {size} does not divide into {counted(count, 'microbatch')}",
                 expected=f"a divisor of {size}",
                 fix="use " + " or ".join(map(str, near)) + ", or another batch",
                 where=where,

@@ -31,10 +31,15 @@ def migrate(data: dict[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     path, version = "$.schema_version", data.get("schema_version")
     if "schema_version" not in data:
         words = f"is this a plan file? those of this version of autopar say {newest}"
-        return data, [Fault(path=path, what="is missing", fix=words)]
+        expected = f"a version from 1 to {newest}"
+        return data, [Fault(path=path, what="is missing", expected=expected, fix=words)]
     if type(version) is not int or not 1 <= version <= newest:
         newer = type(version) is int and version > newest
-        fix = "it was written by a newer autopar: install that" if newer else None
+        fix = (
+            "it was written by a newer autopar: install that"
+            if newer
+            else f"files of this version of autopar say {newest}"
+        )
         expected = f"a version from 1 to {newest}"
         return data, [Fault(path=path, what=f"is {shown(version)}", expected=expected, fix=fix)]
     for step in MIGRATIONS[version - 1 :]:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from autopar.errors import PlanError
 from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import MICROBATCH
+from autopar.units import counted
 
 MAX_ZERO = 3
 
@@ -102,16 +103,17 @@ def pipeline_problems(
         what = f"a mesh axis is called {MICROBATCH!r}, which is the name of the axis in time"
         yield "mesh", what, "another name for the mesh axis", None
     if count * stages > MOST_ACTIONS:
-        what = f"{count:,} microbatches through {stages:,} stages"
+        what = f"{counted(count, 'microbatch')} through {counted(stages, 'stage')}"
         yield "microbatches", what, f"a product of at most {MOST_ACTIONS:,}", None
     yield from _schedule_problems(pipeline)
     yield from _update_problems(pipeline, pipeline.ranks(axes))
     if pipeline.cuts and len(pipeline.cuts) != stages - 1:
         what = (
-            f"{len(pipeline.cuts)} cuts make {len(pipeline.cuts) + 1} stages, but the pipeline has "
-            f"{pipeline.ranks(axes)} ranks with {pipeline.chunks} stages each"
+            f"{counted(len(pipeline.cuts), 'cut')} for "
+            f"{counted(len(pipeline.cuts) + 1, 'stage')}, but the pipeline has "
+            f"{counted(pipeline.ranks(axes), 'rank')} with {counted(pipeline.chunks, 'stage')} each"
         )
-        yield "cuts", what, "no cut" if stages == 1 else f"{stages - 1} cuts", None
+        yield "cuts", what, "no cut" if stages == 1 else counted(stages - 1, "cut"), None
 
 
 def default_chunks(schedule: str) -> int:
@@ -134,7 +136,9 @@ def _schedule_problems(pipeline: PipelinePlan) -> Iterator[Problem]:
         yield "schedule", what, "one of " + ", ".join(SCHEDULES), _meant(name, SCHEDULES)
         return
     if pipeline.chunks < 2 if kind.chunks is None else pipeline.chunks != kind.chunks:
-        what = f"schedule {name} with {pipeline.chunks} chunks (stages per pipeline rank)"
+        what = (
+            f"schedule {name} with {counted(pipeline.chunks, 'chunk')} (stages per pipeline rank)"
+        )
         expected = "2 or more" if kind.chunks is None else str(kind.chunks)
         fix = "1f1b has one chunk per rank, interleaved_1f1b any number from 2"
         yield "chunks", what, expected, fix
@@ -151,12 +155,12 @@ def _update_problems(pipeline: PipelinePlan, ranks: int) -> Iterator[Problem]:
         return
     if name == "pipedream_2bw":
         good = every > 0 and count % every == 0 and every >= min(ranks, count)
-        expected = f"a divisor of {count} microbatches, not below {min(ranks, count)}"
+        expected = f"a divisor of {counted(count, 'microbatch')}, not below {min(ranks, count)}"
     else:
         only = 1 if name == "pipedream" else count
         good, expected = every == only, f"{only} or 0; pipedream_2bw takes other numbers"
     if not good:
-        what = f"schedule {name} with an update every {every} of {count} microbatches"
+        what = f"schedule {name} with an update every {every} of {counted(count, 'microbatch')}"
         yield "update_every", what, expected, None
 
 

@@ -9,6 +9,7 @@ from autopar.plan.stages import Stages
 from autopar.plan.strategies import Constraints
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
+from autopar.units import counted
 
 _BATCH_NORMS = frozenset(
     {"aten._native_batch_norm_legit_functional.default", "aten.batch_norm.default"}
@@ -47,9 +48,10 @@ def stage_remarks(graph: Graph, stages: Stages) -> tuple[str, ...]:
         span = " to ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else "root"
         tied = sum(name in stages.shared for name in names)
         also = f", {tied} of them in other stages too" if tied else ""
-        what = f"{span}, {len(own)} ops" if own else "no ops"
+        what = f"{span}, {counted(len(own), 'op')}" if own else "no ops"
         found.append(
-            f"stage {stage}: {what}, {len(names)} parameters of {elements:,} elements{also}"
+            f"stage {stage}: {what}, {counted(len(names), 'parameter')} "
+            f"of {counted(elements, 'element')}{also}"
         )
     return tuple(found)
 
@@ -75,7 +77,7 @@ def _idle(
                 if unit.base in wanted or unit.name in wanted:
                     sizes[unit.name] = max(unit.size, sizes.get(unit.name, 0))
         parts_in_time = constraints.pipeline.microbatches
-        later = f" in {parts_in_time} microbatches" if parts_in_time > 1 else ""
+        later = f" in {counted(parts_in_time, 'microbatch')}" if parts_in_time > 1 else ""
         has = ", ".join(
             f"{name} of size {count}{later if name.startswith('batch') else ''}"
             for name, count in sizes.items()
@@ -84,7 +86,10 @@ def _idle(
         if not wanted:
             reason = "nothing is put on it"
         if parts == 1:
-            text = f"axis {axis} splits nothing over its {size} ranks ({reason}): all do the same"
+            text = (
+                f"axis {axis} splits nothing over its "
+                f"{counted(size, 'rank')} ({reason}): all do the same"
+            )
         else:
             text = (
                 f"axis {axis} splits over {parts} of its {size} ranks ({reason}): every "

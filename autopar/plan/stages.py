@@ -19,6 +19,7 @@ from autopar.plan.cost import node_costs
 from autopar.plan.cuts import balance, borders
 from autopar.plan.keys import op_keys
 from autopar.sharding.factors import Factors
+from autopar.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +232,9 @@ def assign_stages(
     if cuts:
         if len(cuts) != num_stages - 1:
             raise PlanError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {num_stages}",
-                expected=f"{num_stages - 1} cuts",
+                f"{counted(len(cuts), 'cut')} for {counted(len(cuts) + 1, 'stage')}, not "
+                f"{num_stages}",
+                expected=counted(num_stages - 1, "cut"),
                 where=where,
             )
         places = _given(graph, staged, cuts, where)
@@ -262,11 +264,12 @@ def _automatic(
     forbidden = forbidden_places(graph, staged)
     free = [place for place in range(1, len(staged)) if place not in forbidden]
     if len(free) < num_stages - 1:
-        few = f"{len(staged)} ops that belong to a stage"
+        few = f"{counted(len(staged), 'op')} that belong to a stage"
         raise PlanError(
-            f"{num_stages} stages are asked for, but the model has {few}, which can be cut "
-            f"in at most {len(free) + 1} stages",
-            expected=f"at most {len(free) + 1} stages (pipeline ranks times chunks)",
+            f"{counted(num_stages, 'stage')} are asked for, but "
+            f"the model has {few}, which can be cut "
+            f"in at most {counted(len(free) + 1, 'stage')}",
+            expected=f"at most {counted(len(free) + 1, 'stage')} (pipeline ranks times chunks)",
             fix="use fewer pipeline ranks or chunks, or say where to cut: cuts=[...] may leave "
             "stages empty",
             where="mesh",

@@ -14,10 +14,10 @@ from autopar.plan.forecast import CertificateForecast, ChangeForecast, Forecast,
 from autopar.plan.plan import Plan
 from autopar.report.alternatives import WhyNot, memory_words, signed, time_words, why_not
 from autopar.report.overview import axes, current_forecast
-from autopar.report.show import NO_FORECAST, STALE, counted, room_words
+from autopar.report.show import NO_FORECAST, STALE, room_words
 from autopar.report.terminal import Page, clean, percent
 from autopar.report.trees import memory_of_rank, over, time_of_rank, time_of_stage
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 
 _TIGHT = 0.05
 """A device with less than this share of its memory free is nearly full."""

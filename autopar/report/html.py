@@ -23,10 +23,9 @@ from autopar.report.html_data import chart_data
 from autopar.report.html_table import table, text
 from autopar.report.measured import measured_section
 from autopar.report.overview import axes, num_devices, parameters
-from autopar.report.show import counted
 from autopar.report.trace import Step
 from autopar.schedules.chrome import Recording
-from autopar.units import format_bytes, format_count, format_seconds
+from autopar.units import counted, format_bytes, format_count, format_seconds
 
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 MOST_RANKS = 128
@@ -116,8 +115,8 @@ def _about(step: Step) -> str:
     model = forecast.cost_model
     part = plan.pipeline
     rows = [
-        ("cluster", f"{forecast.cluster.text}: {num_devices(forecast.cluster):,} devices"),
-        ("mesh", f"{plan.device_mesh}: {plan.device_mesh.size:,} ranks"),
+        ("cluster", f"{forecast.cluster.text}: {counted(num_devices(forecast.cluster), 'device')}"),
+        ("mesh", f"{plan.device_mesh}: {counted(plan.device_mesh.size, 'rank')}"),
     ]
     for axis in axes(plan):
         also = "".join(f"; {word}" for word in axis.also)
@@ -125,10 +124,14 @@ def _about(step: Step) -> str:
             axis.per_node, f"; {axis.per_node} in each node"
         )
         splits = ", ".join(axis.splits) or "nothing"
-        rows.append((f"axis {axis.name}", f"{axis.size} ranks split {splits}{also}{near}"))
-    batch = f"{forecast.global_batch_size:,} samples" if forecast.global_batch_size else "unknown"
+        rows.append(
+            (f"axis {axis.name}", f"{counted(axis.size, 'rank')}: splits {splits}{also}{near}")
+        )
+    batch = (
+        counted(forecast.global_batch_size, "sample") if forecast.global_batch_size else "unknown"
+    )
     if forecast.sequence_length:
-        batch += f" of {forecast.sequence_length:,} tokens"
+        batch += f" of {counted(forecast.sequence_length, 'token')}"
     rows += [
         ("batch", f"{batch}, {counted(part.microbatches, 'microbatch')}"),
         ("pipeline", f"{counted(plan.num_stages, 'stage')}, schedule {part.schedule}"),
@@ -139,7 +142,7 @@ def _about(step: Step) -> str:
     ]  # fmt: skip
     if plan.recompute:
         rows.append(("computed again", ", ".join(plan.recompute[:6])))
-    rows += [("note", note) for note in plan.notes]
+    rows += [("note", note) for note in plan.notes if not note.startswith("predicted ")]
     rows += [
         ("no rule", f"{op.op} in {op.module or 'the model'} runs whole on every rank, "
          f"{format_bytes(op.size_bytes)}")
@@ -169,7 +172,7 @@ def _ranks(step: Step) -> str:
         ">idle", ">host", ">memory", ">capacity", "peak at",
     )  # fmt: skip
     more = len(ranks) - len(rows)
-    rest = f"<p>{more:,} more ranks are in the charts.</p>" if more > 0 else ""
+    rest = f"<p>{counted(more, 'more rank')} in the charts.</p>" if more > 0 else ""
     return table(names, rows, label="Pipeline ranks, predicted") + rest
 
 

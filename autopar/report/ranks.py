@@ -21,7 +21,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Kinds of memory that are shown together; all others are ``temporary``."""
 MOST_RUNS = 10
 """Lines of ranks that there should be at most."""
-_NOTE = re.compile(r"stage (\d{1,6}): (?:(\S+) to )?(\S+), \d+ ops, ")
+_NOTE = re.compile(r"stage (\d{1,6}): (?:(\S+) to )?(\S+), [\d,]+ ops?, ")
 _STAGE = re.compile(r"stage \d{1,6}: ")
 _BLOCK = re.compile(r"(?P<name>.*?(?:^|\.))(?P<number>0|[1-9]\d{0,8})(?:\.|$)")
 

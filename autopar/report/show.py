@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
 
+from autopar.cost_models.replay import timeline_of
 from autopar.plan.forecast import CertificateForecast, Forecast
 from autopar.plan.plan import Plan, UnruledOp
 from autopar.report.fold import Folded, fold
@@ -20,9 +22,10 @@ from autopar.report.overview import (
     parameters,
 )
 from autopar.report.ranks import is_stage_note, ranks, time_parts
+from autopar.report.room import EVERYTHING, MOST_LINES, ROOMS, Room
 from autopar.report.show_ranks import pipeline_part, ranks_part, time_part
 from autopar.report.terminal import Page, clean
-from autopar.units import format_bytes, format_count, format_seconds
+from autopar.units import counted, format_bytes, format_count, format_seconds
 
 NO_FORECAST = (
     "nothing was predicted of this plan: no times, no memory. "
@@ -32,32 +35,35 @@ STALE = (
     "the file's predictions are of other choices than it has now, and are not shown. "
     "`autopar reprice PLAN MODEL -o PLAN` predicts anew"
 )
-MOST_PARAMETERS, MOST_NOTES = 18, 4
-"""Rows of parameters, and of notes, unless everything is wanted."""
 _ZERO = ("", "optimizer state", "optimizer state and gradients",
          "optimizer state, gradients and parameters")  # fmt: skip
 
 
 def show(plan: Plan, width: int, *, colour: bool = False, everything: bool = False) -> str:
-    """A plan as text.
+    """A plan as text, of at most `MOST_LINES` lines if it can be told in so many.
 
     Args:
         plan: The plan.
         width: Columns that no line goes beyond.
         colour: Whether the text holds codes for colours.
-        everything: Whether long tables are shown in full.
+        everything: Whether all is shown, however long that is.
     """
-    page = Page(width, colour=colour)
-    forecast = current_forecast(plan)
-    rows = parameters(plan)
-    _facts(page, plan, forecast, rows)
-    _parameters(page, rows, everything)
-    ranks_part(page, plan, forecast, everything=everything)
-    if forecast is not None and forecast.ranks:
-        time_part(page, plan, forecast)
-        pipeline_part(page, plan, everything=everything)
-    _remarks(page, plan, everything)
-    return page.text.lstrip("\n")
+    rows, forecast = parameters(plan), current_forecast(plan)
+    simulated = functools.cache(lambda: timeline_of(plan))
+    text = ""
+    for room in (EVERYTHING,) if everything else ROOMS:
+        page = Page(width, colour=colour)
+        _facts(page, plan, forecast, rows, room)
+        _parameters(page, rows, room)
+        ranks_part(page, plan, forecast, room)
+        if forecast is not None and forecast.ranks:
+            time_part(page, plan, forecast)
+            pipeline_part(page, plan, room, simulated)
+        _remarks(page, plan, room)
+        text = page.text.lstrip("\n")
+        if text.count("\n") < MOST_LINES:
+            break
+    return text
 
 
 def show_json(plan: Plan) -> dict[str, Any]:
@@ -91,17 +97,11 @@ def show_json(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counted(number: int, word: str) -> str:
-    """A number and what it counts, such as ``2 stages``."""
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}" + ("" if number == 1 else plural)
-
-
 # Facts
 
 
 def _facts(
-    page: Page, plan: Plan, forecast: Forecast | None, rows: Sequence[ParameterView]
+    page: Page, plan: Plan, forecast: Forecast | None, rows: Sequence[ParameterView], room: Room
 ) -> None:
     elements = format_count(sum(row.elements for row in rows))
     dtypes = " and ".join(dict.fromkeys(item.dtype for item in plan.parameters))
@@ -127,7 +127,7 @@ def _facts(
         over = ", ".join(plan.zero.axes)
         page.fact(f"ZeRO-{plan.zero.stage}", f"{_ZERO[plan.zero.stage]} divided over {over}")
     if plan.recompute:
-        page.fact("recompute", _some(fold(plan.recompute), 3))
+        page.fact("recompute", _some(fold(plan.recompute), room.patterns))
     if plan.overrides:
         page.fact("ops", f"{len(plan.overrides):,} chosen one by one")
     if forecast is None:
@@ -174,7 +174,7 @@ def _pipeline_words(plan: Plan) -> str:
     part = plan.pipeline
     words = f"{counted(plan.num_stages, 'stage')} over {part.axis}, schedule {part.schedule}"
     if part.chunks > 1:
-        words += f", {part.chunks} stages per rank"
+        words += f", {counted(part.chunks, 'stage')} per rank"
     if part.update_every:
         words += f", update every {part.update_every}"
     return words + (", vertical sync" if part.vertical_sync else "")
@@ -218,10 +218,10 @@ def certificate_line(proof: CertificateForecast | None) -> str:
 # Parameters
 
 
-def _parameters(page: Page, rows: Sequence[ParameterView], everything: bool) -> None:
+def _parameters(page: Page, rows: Sequence[ParameterView], room: Room) -> None:
     if not rows:
         return
-    shown = rows if everything or len(rows) <= MOST_PARAMETERS + 2 else rows[:MOST_PARAMETERS]
+    shown = rows if len(rows) <= room.parameters else rows[: room.parameters - 2]
     names = ["parameters", "stored", "shape", ">elements"]
     wanted = 4 if page.width >= 80 else 2
     cells: list[list[str | Text]] = []
@@ -251,7 +251,7 @@ def _parameter(row: ParameterView) -> list[str | Text]:
 # What people should know
 
 
-def _remarks(page: Page, plan: Plan, everything: bool) -> None:
+def _remarks(page: Page, plan: Plan, room: Room) -> None:
     groups: dict[str, list[UnruledOp]] = {}
     for op in plan.unruled:
         groups.setdefault(op.op, []).append(op)
@@ -260,9 +260,9 @@ def _remarks(page: Page, plan: Plan, everything: bool) -> None:
     if not lines:
         return
     page.blank()
-    shown = lines if everything else lines[:MOST_NOTES]
+    shown = lines[: room.notes]
     for line in shown:
-        page.fact("note", line)
+        page.fact("note", page.cut(line, room.note_lines))
     if rest := len(lines) - len(shown):
         page.fact("", f"{counted(rest, 'more note')} (--all shows them)")
 

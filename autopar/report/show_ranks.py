@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from autopar.cost_models.replay import timeline_of
+from autopar.cost_models.simulate import Timeline
 from autopar.errors import AutoparError
 from autopar.plan.forecast import Forecast, RankForecast
 from autopar.plan.plan import Plan
 from autopar.report.fold import span_text
 from autopar.report.ranks import MOST_RUNS, RanksView, ranks, time_parts
+from autopar.report.room import Room
 from autopar.report.terminal import STYLES, Cell, Page, bar, percent
 from autopar.report.trees import over
 from autopar.schedules.draw import draw, draw_ends
-from autopar.schedules.simulate import Event, Timeline
-from autopar.units import format_bytes, format_seconds
+from autopar.schedules.simulate import Event
+from autopar.schedules.simulate import Timeline as Events
+from autopar.units import counted, format_bytes, format_seconds
 
 LETTERS = {
     "parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "temporary": "t",
     "reserved": "r",
 }  # fmt: skip
 """Letters of kinds of memory in bars."""
-MOST_DRAWN, MOST_ACTIONS = 6, 40_000
-"""Ranks that are drawn, and actions of a step that are simulated for that, without `everything`."""
 _SEEN = 5e-4
 """Share of a step below which a part of it is not shown."""
 _NARROW = 90
 """Below so many columns layers have a table of their own."""
 
 
-def ranks_part(page: Page, plan: Plan, forecast: Forecast | None, *, everything: bool) -> None:
+def ranks_part(page: Page, plan: Plan, forecast: Forecast | None, room: Room) -> None:
     """Stages, layers and memory of pipeline ranks, those that are alike in one line.
 
     Args:
         page: Where it is written.
         plan: The plan.
         forecast: Its predictions.
-        everything: Whether every rank has its line.
+        room: How many lines of ranks there may be.
     """
     several, narrow = plan.num_stages > 1, page.width < _NARROW
-    most = plan.num_stages if everything else MOST_RUNS // 2 if narrow else MOST_RUNS
-    rows = ranks(plan, forecast, most)
+    most = min(room.runs, MOST_RUNS // 2) if narrow and room.runs <= MOST_RUNS else room.runs
+    found = ranks(plan, forecast, most)
+    full = None if forecast is None or not forecast.ranks else forecast.fullest.rank
+    rows = _some(found, 2 * most, full)
     known = forecast is not None and rows[0].most_bytes is not None
     if known:
         by = ", by pipeline rank" if several else ""
@@ -50,14 +52,27 @@ def ranks_part(page: Page, plan: Plan, forecast: Forecast | None, *, everything:
         _memory_table(page, rows, several, plan.pipeline.chunks > 1 and not narrow, not narrow)
     elif several:
         page.heading("pipeline ranks")
-    if several and (narrow or not known):
+    if several and ((narrow and room.layers) or not known):
         cells = [
             (span_text(row.first, row.last), stages_text(row.stages), row.layers) for row in rows
         ]
         page.table(["rank", "stages", "layers"], cells, gives=2)
+    if hidden := len(found) - len(rows):
+        page.note(f"and {counted(hidden, 'more line of ranks')} (--all shows them)")
     if known and forecast is not None:
-        full = next(row for row in rows if row.fullest == forecast.fullest.rank)
-        page.note(_legend(full, several))
+        page.note(_legend(next(row for row in rows if row.fullest == full), several))
+
+
+def _some(rows: Sequence[RanksView], most: int, full: int | None) -> list[RanksView]:
+    """The first and the last of many rows, and that of the rank whose memory is told below."""
+    if len(rows) <= most:
+        return list(rows)
+    kept = {*range(most // 2), *range(len(rows) - most // 2, len(rows))}
+    return [
+        row
+        for place, row in enumerate(rows)
+        if place in kept or (full is not None and row.fullest == full)
+    ]
 
 
 def _memory_table(
@@ -166,26 +181,33 @@ def _hidden(rank: RankForecast) -> str:
     return f"beside computation: collectives over {each}"
 
 
-def pipeline_part(page: Page, plan: Plan, *, everything: bool) -> None:
-    """The pipeline as a drawing."""
+def pipeline_part(page: Page, plan: Plan, room: Room, simulated: Callable[[], Timeline]) -> None:
+    """The pipeline as a drawing.
+
+    Args:
+        page: Where it is written.
+        plan: The plan.
+        room: How much may be drawn.
+        simulated: Makes the predicted timeline of the plan.
+    """
     stages, count = plan.num_stages, plan.pipeline.microbatches
     if stages < 2:
         return
-    if stages * count * 2 > MOST_ACTIONS and not everything:
+    if stages * count * 2 > room.actions:
         page.blank()
         page.note(f"pipeline of {stages * count * 2:,} actions: --all draws it", indent=0)
         return
     try:
-        found = timeline_of(plan)
+        found = simulated()
     except AutoparError as error:
         page.note(f"the pipeline cannot be drawn: {error.what}", indent=0)
         return
     total = len(found.spans)
     chosen = list(range(total))
-    if total > MOST_DRAWN and not everything:
-        chosen = [round(i * (total - 1) / (MOST_DRAWN - 1)) for i in range(MOST_DRAWN)]
+    if total > room.drawn:
+        chosen = [round(i * (total - 1) / (room.drawn - 1)) for i in range(room.drawn)]
     wanted = set(chosen)
-    timeline = Timeline(
+    timeline = Events(
         schedule=found.schedule,
         events=tuple(
             tuple(
@@ -203,7 +225,7 @@ def pipeline_part(page: Page, plan: Plan, *, everything: bool) -> None:
         page.line(line)
 
 
-def _drawing(timeline: Timeline, width: int, chosen: Sequence[int], *, whole: bool) -> str:
+def _drawing(timeline: Events, width: int, chosen: Sequence[int], *, whole: bool) -> str:
     """All of a short timeline with numbers, the ends of a long one in letters."""
     if whole and len(timeline.schedule.actions[0]) <= width // 2:
         text = draw(timeline, width)

@@ -99,6 +99,11 @@ class Page:
         grid.add_row(Text(clean(name)), _cell(value))
         self._console.print(grid)
 
+    def cut(self, text: str, lines: int) -> str:
+        """The beginning of a fact that would be longer than so many lines."""
+        most = lines * (self.width - LABEL - 1)
+        return text if len(text) <= most else f"{text[: most - LABEL].rsplit(' ', 1)[0]} ..."
+
     def note(self, value: Cell, indent: int = 2) -> None:
         """A paragraph."""
         self._console.print(Padding(_cell(value), (0, 0, 0, indent)))

@@ -13,7 +13,7 @@ from autopar.plan.plan import Plan
 from autopar.report.terminal import clean
 from autopar.schedules.actions import RECEIVES, SENDS, Action
 from autopar.schedules.chrome import Bar, bar_event, micro, process
-from autopar.units import format_bytes, format_seconds
+from autopar.units import counted, format_bytes, format_seconds
 
 _THREAD = {"compute": 1, "collective": 2, "message": 3}
 _ORDER = {"M": 0, "X": 1, "C": 1, "s": 2, "f": 3}
@@ -88,7 +88,7 @@ def trace_events(step: Step, ranks: Collection[int]) -> Iterator[dict[str, Any]]
     events: list[dict[str, Any]] = []
     for rank in sorted(ranks):
         stages = ", ".join(map(str, step.timeline.schedule.stages_of(rank)))
-        alike = f", {step.alike:,} ranks alike" if step.alike > 1 else ""
+        alike = f", {counted(step.alike, 'rank')} alike" if step.alike > 1 else ""
         events += process(rank, f"pipeline rank {rank}: stages {stages}{alike} (predicted)")
         events += (bar_event(rank, bar) for bar in bars(step, rank))
         events += _counters(step, rank)
@@ -171,12 +171,13 @@ def summary(step: Step) -> list[str]:
     """The step in a few lines."""
     forecast, timeline = step.forecast, step.timeline
     bubble = timeline.bubble_fraction
-    alike = f", {step.alike:,} ranks alike at each" if step.alike > 1 else ""
+    alike = f", {counted(step.alike, 'rank')} alike at each" if step.alike > 1 else ""
     lines = [
         f"step      {format_seconds(forecast.step_s)} (predicted) on "
         f"{clean(forecast.cluster.text)}",
-        f"pipeline  {step.num_ranks} ranks{alike}, schedule {timeline.schedule.name}, "
-        f"{timeline.schedule.num_microbatches} microbatches, {bubble:.1%} idle (predicted)",
+        f"pipeline  {counted(step.num_ranks, 'rank')}{alike}, schedule {timeline.schedule.name}, "
+        f"{counted(timeline.schedule.num_microbatches, 'microbatch')}, "
+        f"{bubble:.1%} idle (predicted)",
         "",
         f"{'pipeline rank':>13} {'compute':>10} {'in line':>10} {'exposed':>10} {'idle':>10} "
         f"{'peak memory':>12}  all predicted",

@@ -263,7 +263,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _wrong(f"is no JSON: {error}", where) from None
     if not isinstance(found, dict):
-        raise _wrong(f"is a {type(found).__name__}", where, "an object with traceEvents")
+        raise _wrong(f"is of type {type(found).__name__}", where, "an object with traceEvents")
     return found
 
 

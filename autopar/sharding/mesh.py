@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError, PlanError
+from autopar.units import counted
 
 MICROBATCH = "microbatch"
 """Name of the axis that runs over time: its positions are the microbatches of a step."""
@@ -145,8 +146,9 @@ class Mesh:
         """
         if world_size != self.size:
             raise ClusterError(
-                f"mesh {self} has {self.size} ranks, but the job runs {world_size}",
-                expected=f"{self.size} ranks, or a mesh whose sizes multiply to {world_size}",
+                f"mesh {self} has {counted(self.size, 'rank')}, but the job runs {world_size}",
+                expected=f"{counted(self.size, 'rank')}, or a mesh whose sizes multiply to "
+                f"{world_size}",
                 fix=f"start it with `torchrun --nproc-per-node {self.size}` or "
                 f"`autopar run -n {self.size}`, or plan for {world_size} ranks",
             )

@@ -143,7 +143,7 @@ def parse_rows(lines: Iterable[str], where: str) -> tuple[Row, ...]:
 
 def _row(data: Any, number: int, place: str) -> Row:
     if not isinstance(data, dict):
-        raise InputError(f"line {number} is a {type(data).__name__}", expected="an object",
+        raise InputError(f"line {number} is of type {type(data).__name__}", expected="an object",
                          where=place)  # fmt: skip
     name = data.get("id")
     label = f"line {number}" + (f", row {name!r}" if isinstance(name, str) else "")

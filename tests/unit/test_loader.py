@@ -71,7 +71,7 @@ def test_bad_targets(target, message):
     [
         ("broken", "failed: KeyError: 'weights'"),
         ("wrong", "returns Linear"),
-        ("constant", "is a int"),
+        ("constant", "is of type int"),
     ],
 )
 def test_bad_functions(model_file, name, message):

@@ -163,7 +163,7 @@ def test_what_every_target_loses():
     for target in TARGETS:
         text = lost(plan, target)
         assert "axis q of 2 ranks splits hidden" in text
-        assert "1 ops are split otherwise" in text
+        assert "1 op split otherwise" in text
 
 
 @st.composite

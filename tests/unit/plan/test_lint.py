@@ -62,7 +62,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("inputs.0.1", f"float32[{10**18 - 11}, 3]", "$.pipeline.microbatches", "a divisor of"),
     ("pipeline.microbatches", 0, "$.pipeline.microbatches", "from 1"),
     ("pipeline.microbatches", 2**21, "$.pipeline.microbatches", "product of at most"),
-    ("pipeline.cuts", ["a/b#0", "c/d#0"], "$.pipeline.cuts", "1 cuts"),
+    ("pipeline.cuts", ["a/b#0", "c/d#0"], "$.pipeline.cuts", "1 cut"),
     ("pipeline.cuts.0", "layers", "$.pipeline.cuts[0]", "the key of an op"),
     ("pipeline.axis", "qq", "$.pipeline.axis", "one of pp"),
     ("pipeline.vertical_sync", True, "$.pipeline.vertical_sync", "pipedream"),
@@ -70,7 +70,7 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("zero.stage", 4, "$.zero.stage", "0, 1, 2 or 3"),
     ("zero.axes", ["pp"], "$.zero.axes", "data axes"),
     ("parameters.0.shape", [2**40, 2**40], "$.parameters[0].shape", "a product up to"),
-    ("parameters.0.placement", [], "$.parameters[0].placement", "1 words"),
+    ("parameters.0.placement", [], "$.parameters[0].placement", "1 word, one"),
     ("parameters.0.placement.0", "hole", "$.parameters[0].placement[0]", '"whole"'),
     ("parameters.0.placement.0", "ffn@7:1x2", "$.parameters[0].placement[0]", "a dim below 2"),
     ("parameters.0.placement.0", "ffn@0:3x5", "$.parameters[0].placement[0]", "to divide"),
@@ -87,6 +87,13 @@ CASES: list[tuple[str, Any, str, str]] = [
     ("forecast.step_s", -1.0, "$.forecast.step_s", "from 0"),
     ("forecast.step_s", float("inf"), "$.forecast.step_s", "up to"),
     ("forecast.ranks", [], "$.forecast.ranks", "2 pipeline ranks"),
+    ("forecast.ranks.0.kernels.matmul", -1.0, "$.forecast.ranks[0].kernels.matmul", "from 0"),
+    ("forecast.ranks.0.kernels.matmul", float("nan"),
+     "$.forecast.ranks[0].kernels.matmul", "a finite number"),
+    ("forecast.ranks.0.peak.saved", -1, "$.forecast.ranks[0].peak.saved", "from 0"),
+    ("forecast.ranks.0.reserved_bytes", 1, "$.forecast.ranks[0]", "at least the one before"),
+    ("parameters.0.fqn", "", "$.parameters[0].fqn", "the name of a parameter"),
+    ("parameters.2.shape", [0], "$.parameters[2].shape", "sizes from 1"),
     ("forecast.memory.ranks.0.update", 999, "$.forecast.memory.ranks[0].update", "below"),
     ("forecast.memory.ranks.0.events", {"run 0F": "9999"},
      "$.forecast.memory.ranks[0].events['run 0F']", "numbers of effects"),
@@ -142,6 +149,43 @@ def test_warnings_leave_a_plan_usable(tmp_path, capsys):
     assert "warning" in capsys.readouterr().out
 
 
+def test_faults_of_one_kind_are_told_a_few_times(tmp_path, capsys):
+    data = spoilt(("zero.stage", 9))
+    item = data["parameters"][0]
+    data["parameters"] = [{**item, "fqn": f"a.{n}", "dtype": f"kind{n}"} for n in range(50)]
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(data))
+    assert main(["lint", str(file)]) == 1
+    text = capsys.readouterr().out
+    assert text.count(".dtype: is 'kind") == 3
+    assert "and 47 more like these, the last at $.parameters[49].dtype" in text
+    assert "ZeRO stage 9" in text and "51 faults" in text
+    assert main(["lint", str(file), "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["faults"]) == 51
+
+
+def test_predictions_that_lack_actions_are_told(tmp_path, capsys):
+    file = tmp_path / "p.json"
+    for path, key in (("tasks", "UPDATE"), ("messages", "SEND_B")):
+        data = json.loads(TEXT)
+        timing = data["forecast"]["timing"]
+        timing[path] = [item for item in timing[path] if item["kind"] != key]
+        file.write_text(json.dumps(data))
+        assert main(["lint", str(file)]) == 0
+        text = capsys.readouterr().out
+        assert f"$.forecast.timing.{path}: lacks the" in text and key in text
+        assert "autopar reprice" in text
+        assert main(["report", str(file), "-o", str(tmp_path / "r.html")]) == 2
+        assert "autopar reprice" in capsys.readouterr().err
+    data = json.loads(TEXT)
+    walk = data["forecast"]["memory"]["ranks"][1]["events"]
+    name = next(key for key in walk if key.startswith("run"))
+    walk[name] = walk[name].split(" ")[0].split("*")[0]
+    file.write_text(json.dumps(data))
+    assert main(["lint", str(file)]) == 0
+    assert f"lacks the event '{name}'" in capsys.readouterr().out
+
+
 def test_a_key_that_stands_twice_is_told():
     text = TEXT.replace('"searched": ', '"searched": true,\n "searched": ', 1)
     found = read_plan(text)[1]
@@ -159,14 +203,19 @@ def test_what_is_no_json_is_told_by_line_and_column(data, place, tmp_path, capsy
     file = tmp_path / "p.json"
     file.write_bytes(data)
     assert main(["lint", str(file), "--json"]) == 1
-    assert [f["path"] for f in json.loads(capsys.readouterr().out)["faults"]] == [place]
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert fault["path"] == place and fault["expected"] and fault["fix"]
     with pytest.raises(PlanError, match=r"p\.json"):
         Plan.load(file)
 
 
 def test_no_file_is_bad_input(tmp_path, capsys):
-    assert main(["lint", str(tmp_path / "none.json")]) == 2
-    assert "cannot read the plan file" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text("{}")
+    for name, fix in (("plam.json", "did you mean 'plan.json'?"), ("x/y", "check the path"),
+                      ("", "name a file in it")):  # fmt: skip
+        assert main(["lint", str(tmp_path / name)]) == 2
+        text = capsys.readouterr().err
+        assert "cannot read the plan file" in text and "expected:" in text and fix in text
 
 
 def test_the_schema_that_ships_is_that_of_the_classes():

@@ -191,7 +191,7 @@ def test_empty_stages_when_asked():
     [
         (2, ("nowhere",), ("'nowhere', which the model lacks", "cuts[0]", "module paths")),
         (3, ("blocks.1", "blocks.0"), ("lies before cut 'blocks.1'", "cuts[1]")),
-        (3, ("blocks.1",), ("1 cuts make 2 stages, not 3", "2 cuts")),
+        (3, ("blocks.1",), ("1 cut for 2 stages, not 3", "2 cuts")),
     ],
 )
 def test_wrong_cuts(count: int, cuts: tuple[str, ...], words: tuple[str, ...]):

@@ -16,7 +16,7 @@ from rich.text import Text
 from autopar.cli.main import main
 from autopar.plan.codec import read_plan
 from autopar.plan.fingerprint import choices_digest
-from autopar.plan.plan import ParameterPlan, Plan
+from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.report.explain import explain, explain_json
 from autopar.report.ranks import kinds, ranks, time_parts
 from autopar.report.show import show, show_json
@@ -42,12 +42,42 @@ def test_no_line_is_wider_than_the_narrowest_terminal():
             assert max(map(cell_len, text.splitlines())) <= 40
 
 
-def test_a_plan_of_gpt3_fits_on_a_screen():
-    for name in ("gpt3", "gpt3_pipeline", "trillion"):
-        assert len(show(stored(name), 100).splitlines()) <= 60
-    text = show(stored("gpt3_pipeline"), 100)
-    assert "blocks.{0..95}\n" in text and "attention.qkv.{weight,bias}   heads over tp" in text
+@pytest.mark.parametrize("name", ["gpt3", "gpt3_pipeline", "trillion"])
+def test_a_plan_of_gpt3_fits_on_a_screen(name: str):
+    for width in (60, 80, 100, 200):
+        for plan in (stored(name), crowded(stored(name))):
+            assert len(show(plan, width).splitlines()) <= 60, (name, width)
+    text = show(stored(name), 100)
+    assert "blocks.{0..95}\n" in text or name == "trillion"
     assert "tp  splits heads" in text and "inside a node" in text and "across nodes" in text
+
+
+def crowded(plan: Plan) -> Plan:
+    """The plan with much to say beside it: ops without a rule, notes, stages that all differ."""
+    unruled = tuple(
+        UnruledOp(op=f"aten.op{number}.default", module="blocks.0", source="a.py:1", size_bytes=9)
+        for number in range(9)
+    )
+    forecast = plan.forecast
+    assert forecast is not None
+    capacities = (80_000_000_000, 85_000_000_000)
+    ranks = tuple(
+        replace(rank, capacity_bytes=capacities[rank.rank % 2]) for rank in forecast.ranks
+    )
+    return replace(
+        plan,
+        unruled=unruled,
+        notes=(*plan.notes, *(f"this is note {n}: " + 40 * "word " for n in range(12))),
+        forecast=replace(forecast, ranks=ranks),
+    )
+
+
+def test_what_is_left_out_is_counted():
+    plan = crowded(stored("gpt3_pipeline"))
+    text, whole = show(plan, 60), show(plan, 60, everything=True)
+    assert "more notes (--all shows them)" in text and "more lines of ranks" in text
+    assert "on rank 0: P parameters" in text and "fits" in text
+    assert "--all shows" not in whole and "this is note 11" in whole and len(whole) > len(text)
 
 
 def test_every_number_of_time_and_memory_says_predicted():

@@ -39,10 +39,10 @@ def test_a_loss_that_no_parameter_reaches_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"args": torch.ones(2, 3)}, "args is a Tensor"),
-        ({"kwargs": [1]}, "kwargs is a list"),
+        ({"args": torch.ones(2, 3)}, "args is of type Tensor"),
+        ({"kwargs": [1]}, "kwargs is of type list"),
         ({"steps": 0}, "steps is 0"),
-        ({"mesh": [("dp", 2)]}, "mesh is a list"),
+        ({"mesh": [("dp", 2)]}, "mesh is of type list"),
     ],
 )
 def test_verify_refuses_arguments_that_mean_nothing(changes: dict, said: str) -> None:
