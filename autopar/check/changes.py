@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.check.language import language_of
 from autopar.check.price import Priced, Pricer
 from autopar.errors import PlanError
 from autopar.imports.imported import Imported
@@ -41,8 +42,11 @@ SPELLINGS: Mapping[str, Mapping[str, str]] = {
         "torchtitan": "activation_checkpoint.mode = {}",
         "accelerate": "fsdp_activation_checkpointing",
     },
-    "chunks": {"megatron": "--num-virtual-stages-per-pipeline-rank {}"},
-    "schedule": {"torchtitan": "parallelism.pipeline_parallel_schedule"},
+    "chunks": {
+        "megatron": "--num-virtual-stages-per-pipeline-rank {}",
+        "torchtitan": "parallelism.pipeline_parallel_schedule = Interleaved1F1B",
+    },
+    "schedule": {"torchtitan": "parallelism.pipeline_parallel_schedule = {}"},
     "sequence_parallel": {"megatron": "--sequence-parallel"},
 }  # fmt: skip
 """How frameworks write a setting, by its name and the framework."""
@@ -78,10 +82,19 @@ class Change:
 def single_changes(setting: Imported, batch: int) -> Iterator[tuple[str, str, Imported]]:
     """What can be changed alone: what it is, its name, and the configuration that it makes.
 
+    What the framework has no words for is left out.
+
     Args:
         setting: A configuration on its devices.
         batch: Samples of a step.
     """
+    language = language_of(setting)
+    for text, name, changed in _changes(setting, batch):
+        if language.says(setting, changed):
+            yield text, name, changed
+
+
+def _changes(setting: Imported, batch: int) -> Iterator[tuple[str, str, Imported]]:
     yield from _recomputes(setting)
     yield from _degrees(setting)
     yield from _micro_batches(setting, batch)
@@ -133,7 +146,7 @@ def _with(setting: Imported, **degrees: int) -> Imported:
             changed, schedule="1f1b", chunks=1, first_layers=None, last_layers=None
         )  # a single stage has neither
     if changed.tp > 1 and setting.tp == 1:
-        changed = replace(changed, sequence_parallel=True)
+        changed = replace(changed, sequence_parallel=True in language_of(setting).sequence)
     return changed
 
 
@@ -163,17 +176,19 @@ def _schedules(setting: Imported, batch: int) -> Iterator[tuple[str, str, Import
     if setting.pp == 1:
         return
     count = setting.microbatches(batch)
-    wanted = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_h1", 1)]
+    wanted = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_h1", 1),
+              ("zbv", 2)]  # fmt: skip
     for name, chunks in wanted:
         if (name, chunks) == (setting.schedule, setting.chunks) or name not in SCHEDULES:
             continue
-        if chunks > 1 and count % setting.pp:
+        if name == "interleaved_1f1b" and count % setting.pp:
             continue
-        text = f"schedule {name}" + (f" with {chunks} chunks" if chunks > 1 else "")
+        many = name == "interleaved_1f1b"
+        text = f"schedule {name}" + (f" with {chunks} chunks" if many else "")
         changed = replace(
             setting, schedule=name, chunks=chunks, first_layers=None, last_layers=None
         )
-        yield text, "chunks" if chunks > 1 else "schedule", changed
+        yield text, "chunks" if many else "schedule", changed
 
 
 def best_changes(now: Priced, pricer: Pricer, most: int = 6) -> tuple[Change, ...]:
@@ -216,10 +231,15 @@ _MODES = {"megatron": {"attention": "selective", "selective": "selective"},
           "torchtitan": {"attention": "selective"}}  # fmt: skip
 
 
+_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zbv": "ZBVZeroBubble"}
+
+
 def _spelled(source: str, name: str, setting: Imported) -> str:
     """How a framework writes a setting; empty where it has no word for it."""
     form = SPELLINGS.get(name, {}).get(source, "")
     value = getattr(setting, name, "") if name else ""
+    if name == "schedule":
+        value = _SCHEDULES.get(str(value), value)
     if name == "recompute":
         value = _MODES.get(source, {}).get(str(value), value)
     if name == "zero" and source == "megatron" and value != 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.check.changes import Change, best_changes
+from autopar.check.language import language_of
 from autopar.check.price import Priced, Pricer, gradient_bytes_of, software_of
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Software
@@ -20,6 +21,8 @@ from autopar.units import counted, format_bytes, format_seconds
 SEARCH_S = 20.0
 """Seconds that the best plan is looked for."""
 GAP = 0.02
+CLOSE = 0.005
+"""Share of a step below which one plan is as fast as another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class Report:
         batch: Samples of a step.
         seq_len: Tokens of a sample, if the model has such.
         now: What it takes.
-        best: The best plan; None if it was not looked for, or nothing fits.
+        best: The best plan of those that the framework has words for; None if it was not looked
+            for, or nothing fits.
         searched: Whether it was looked for.
         changes: What to change first.
         exhausted: Whether the search ended by itself without a plan.
@@ -125,14 +129,22 @@ class Report:
                     text = "looked at all plans, and none fits"
                 yield f"best     not known: the search {text}"
             return
-        best = self.best
+        yield f"best     {self._far(self.best)}"
+
+    def _far(self, best: Best) -> str:
+        """How far the configuration is from the best plan that a search has found."""
         ratio = self.now.step_s / best.step_s - 1
-        far = f"this one takes {ratio:+.1%}" if ratio > 0.005 else "this one is as fast"
-        ended = "" if best.complete else ", stopped early"
-        yield (
-            f"best     {format_seconds(best.step_s)} (predicted): {best.text}; {far}"
-            f" (search of {best.seconds:.0f} s{ended})"
-        )
+        found = f"{format_seconds(best.step_s)} (predicted): {best.text}"
+        length = format_seconds(best.seconds)
+        ended = f"search of {length}" if best.complete else f"search stopped after {length}"
+        if not self.fits:
+            word = "less" if ratio > 0 else "more"
+            share = f"{abs(best.step_s / self.now.step_s - 1):.1%} {word} time than this one would"
+            return f"{found}; it fits, and takes {share}, which does not fit ({ended})"
+        if ratio > CLOSE:
+            return f"{found}; this one takes {ratio:+.1%} ({ended})"
+        stopped = "" if best.complete else f", stopped after {length},"
+        return f"the search{stopped} found nothing faster; its fastest takes {found}"
 
     def _change_lines(self) -> Iterator[str]:
         if not self.changes:
@@ -163,7 +175,8 @@ class Report:
             "best": None if self.best is None else {
                 "plan": self.best.text, "step_s": self.best.step_s,
                 "device_bytes": self.best.device_bytes, "bound_s": self.best.bound_s,
-                "complete": self.best.complete,
+                "complete": self.best.complete, "seconds": self.best.seconds,
+                "faster": self.now.step_s / self.best.step_s - 1 > CLOSE,
             },
             "searched": self.searched, "exhausted": self.exhausted,
             "changes": [
@@ -267,7 +280,10 @@ def _best(
 ) -> tuple[Best | None, bool]:
     """The best plan that fits with the framework's own memory, and whether there is none."""
     try:
-        problem = Problem(pricer.graph, loss, pricer.cluster, software=software)
+        problem = Problem(
+            pricer.graph, loss, pricer.cluster, software=software,
+            allowed=language_of(setting).allowed(pricer.cluster.num_devices),
+        )  # fmt: skip
         result = exact.search(
             problem, gap=GAP, op_level=False, time_limit_s=search_s, on_progress=on_progress
         )

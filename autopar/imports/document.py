@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.imports.imported import Remark
+from autopar.plan.advice import mending
 from autopar.plan.shapes import shown
 
 Path = tuple[str, ...]
@@ -161,14 +162,31 @@ def parse_json(text: str, where: str) -> Document:
     try:
         data = json.loads(text)
     except RecursionError:
-        raise InputError("the file is nested too deeply", where=where) from None
+        raise _too_deep(where) from None
     except json.JSONDecodeError as error:
-        raise InputError(
-            f"the file is no JSON: {error.msg}", where=at_line(where, error.lineno)
-        ) from None
+        raise _unparsed("JSON", error.msg, text, where, error.lineno) from None
     except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"the file is no JSON: {error}", where=where) from None
+        raise _unparsed("JSON", str(error), text, where, None) from None
     return _document(data, where, lambda path: _json_line(text, path))
+
+
+_CHECK = "check that this is the configuration that your framework starts with"
+
+
+def _unparsed(kind: str, problem: str, text: str, where: str, line: int | None) -> InputError:
+    """The error about a text that its parser refuses."""
+    return InputError(
+        f"the file is no {kind}: {problem}",
+        expected=f"a configuration in {kind}",
+        fix=mending(text, line, _CHECK),
+        where=at_line(where, line),
+    )
+
+
+def _too_deep(where: str) -> InputError:
+    return InputError(
+        "the file is nested too deeply", expected="a handful of levels", fix=_CHECK, where=where
+    )
 
 
 def _json_line(text: str, path: Path) -> int | None:
@@ -192,9 +210,8 @@ def parse_toml(text: str, where: str) -> Document:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
-        raise InputError(
-            f"the file is no TOML: {error}", where=at_line(where, int(line[1]) if line else None)
-        ) from None
+        place = int(line[1]) if line else None
+        raise _unparsed("TOML", str(error), text, where, place) from None
     return _document(data, where, lambda path: _toml_line(text, path))
 
 
@@ -224,13 +241,12 @@ def parse_yaml(text: str, where: str) -> Document:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except RecursionError:
-        raise InputError("the file is nested too deeply", where=where) from None
+        raise _too_deep(where) from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise InputError(
-            f"the file is no YAML: {getattr(error, 'problem', None) or error}",
-            where=at_line(where, mark.line + 1 if mark is not None else None),
-        ) from None
+        problem = str(getattr(error, "problem", None) or error)
+        place = mark.line + 1 if mark is not None else None
+        raise _unparsed("YAML", problem, text, where, place) from None
 
     def note(item: Any, path: Path) -> None:
         if isinstance(item, yaml.MappingNode) and id(item) not in noted:
@@ -246,12 +262,17 @@ def parse_yaml(text: str, where: str) -> Document:
 
 def _document(data: object, where: str, line_of: Callable[[Path], int | None]) -> Document:
     if not isinstance(data, dict):
-        raise InputError(f"the file holds {shown(data)}", expected="keys and values", where=where)
+        raise InputError(
+            f"the file holds {shown(data)}", expected="keys and values", where=where, fix=_CHECK
+        )
     count = itertools.count()
 
     def words(part: Mapping[Any, Any]) -> dict[str, Any]:
         if next(count) > MOST_TABLES:  # aliases of YAML can stand for any number of them
-            raise InputError(f"the file has more than {MOST_TABLES:,} tables", where=where)
+            raise InputError(
+                f"the file has more than {MOST_TABLES:,} tables", where=where, fix=_CHECK,
+                expected="a configuration: some dozens of keys",
+            )  # fmt: skip
         return {
             str(key): words(value) if isinstance(value, Mapping) else value
             for key, value in part.items()
@@ -260,4 +281,4 @@ def _document(data: object, where: str, line_of: Callable[[Path], int | None]) -
     try:
         return Document(words(data), where, line_of)
     except RecursionError:
-        raise InputError("the file is nested too deeply", where=where) from None
+        raise _too_deep(where) from None

@@ -23,7 +23,7 @@ from autopar.imports.imported import (
 )
 from autopar.imports.megatron_model import model_of
 from autopar.imports.megatron_names import IRRELEVANT, MEANINGS, NEMO
-from autopar.imports.script import Flag, Flags, read_flags
+from autopar.imports.script import Flag, Flags, commands, read_flags
 from autopar.units import counted
 
 _SIGNS = (
@@ -58,7 +58,8 @@ def read_script(text: str, where: str) -> Imported:
     flags, variables = read_flags(text)
     devices = _devices(flags, variables)
     program = re.search(r"pretrain_(bert|t5|gpt|llama|mamba|vlm|vision)\w*\.py", text)
-    return _read(Flags(flags, where, set()), program[1] if program else "gpt", devices, "")
+    found = Flags(flags, where, set(), commands(text))
+    return _read(found, program[1] if program else "gpt", devices, "")
 
 
 def read_yaml(document: Document) -> Imported:

@@ -12,6 +12,7 @@ from autopar.errors import InputError
 from autopar.imports import accelerate, deepspeed, megatron, torchtitan
 from autopar.imports.document import Document, parse_json, parse_toml, parse_yaml
 from autopar.imports.imported import Imported
+from autopar.plan.advice import nearby
 from autopar.registry import Registry
 from autopar.sharding.mesh import Mesh
 
@@ -60,11 +61,13 @@ def read_config(path: str | Path) -> Imported:
         raise InputError(
             f"{str(path)!r} is no configuration of a framework that is known here",
             expected=_KNOWN,
+            fix="`autopar plan MODEL --constraints FILE` takes constraints of autopar itself",
             where=str(path),
         )
     return found
 
 
+_CHECK = "check that this is the configuration that your framework starts with"
 _KNOWN = (
     "a DeepSpeed JSON (zero_optimization, train_batch_size, ...), Megatron-LM arguments"
     " (--tensor-model-parallel-size, ...) as a script, text or YAML, a torchtitan TOML"
@@ -92,6 +95,7 @@ def read_constraints(path: str | Path) -> Imported | Own:
         raise InputError(
             f"cannot tell what {where!r} is: it has no arguments such as --num-layers",
             expected=_KNOWN,
+            fix=_CHECK,
             where=where,
         )
     for name, sign in _SIGNS.items():
@@ -103,12 +107,22 @@ def read_constraints(path: str | Path) -> Imported | Own:
 def _read(path: str | Path) -> str:
     try:
         if Path(path).stat().st_size > MOST_BYTES:
-            raise InputError(f"{str(path)!r} is larger than {MOST_BYTES:,} bytes")
+            raise InputError(
+                f"{str(path)!r} is larger than {MOST_BYTES:,} bytes", expected=_KNOWN, fix=_CHECK
+            )
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot read constraints {str(path)!r}: {error.strerror}") from None
+        raise InputError(
+            f"cannot read constraints {str(path)!r}: {error.strerror}",
+            expected=_KNOWN,
+            fix=nearby(path, "check the path"),
+        ) from None
     except (UnicodeDecodeError, ValueError):
-        raise InputError(f"cannot read constraints {str(path)!r}: it is no text") from None
+        raise InputError(
+            f"cannot read constraints {str(path)!r}: it is no text in UTF-8",
+            expected=_KNOWN,
+            fix=_CHECK,
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.errors import InputError
 from autopar.imports.document import at_line
@@ -21,6 +21,7 @@ _DEFAULT = re.compile(r"^\s*:\s+\"?\$\{([A-Za-z_]\w*):?=([^}]*)\}\"?\s*$")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
+_COMMAND = re.compile(r"\$\((?!\().*\)|`[^`]*`")
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -84,6 +85,21 @@ def read_flags(text: str) -> tuple[dict[str, Flag], dict[str, str]]:
             name = ""
     close()
     return flags, variables
+
+
+def commands(text: str) -> dict[str, tuple[int, str]]:
+    """Variables that are set to what a command prints: line, and the command.
+
+    Args:
+        text: A shell script.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _DEFAULT.match(line) or _ASSIGN.match(line)
+        command = _COMMAND.search(match[2]) if match is not None else None
+        if match is not None and command is not None:
+            found.setdefault(match[1], (number, command[0]))
+    return found
 
 
 def _words(line: str) -> list[str]:
@@ -155,11 +171,13 @@ class Flags:
         found: The arguments.
         where: Their file.
         seen: Names that were asked for.
+        commands: Variables that commands set: line, and the command.
     """
 
     found: Mapping[str, Flag]
     where: str
     seen: set[str]
+    commands: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     def has(self, *names: str) -> bool:
         """Whether one of these is set: alone, or to something that is not false."""
@@ -200,11 +218,22 @@ class Flags:
 
     def wrong(self, flag: Flag, expected: str) -> InputError:
         """The error that says what is wrong with an argument, and on which line."""
-        unset = re.search(r"\$\{?([A-Za-z_]\w*|\d)", flag.value)
+        unset = re.search(r"\$\{?([A-Za-z_]\w*|\d)\}?", flag.value)
+        why, fix = "", None
+        if unset and unset[1] in self.commands:
+            line, command = self.commands[unset[1]]
+            why = f", and line {line} sets {unset[1]} by the command {command}"
+            fix = f"no command is run: write {unset[1]}=N there, with the number that it prints"
+        elif "$(" in flag.value:
+            why = ", what a command prints"
+            fix = "no command is run: write the number that it prints in its place"
+        elif unset:
+            why = f", and nothing sets {unset[0]}"
+            named = unset[1][0].isdigit()
+            fix = "write the value in its place" + ("" if named else f", or {unset[1]}=N above it")
         return InputError(
-            f"{flag.name} is {flag.value or 'alone'!r}"
-            + (f", and nothing sets {unset[0]}" if unset else ""),
+            f"{flag.name} is {flag.value or 'alone'!r}{why}",
             expected=expected,
-            fix="put the value into the file" if unset else None,
+            fix=fix,
             where=at_line(self.where, flag.line),
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.errors import PlanError
-from autopar.plan.lint import check, meant
+from autopar.plan.advice import mending, nearby
+from autopar.plan.lint import check
 from autopar.plan.migrate import migrate
 from autopar.plan.plan import Plan
 from autopar.plan.shapes import Fault, Twice, hints_of, read_fields, reader, shown
@@ -39,7 +40,7 @@ def read_text(path: str | Path) -> tuple[str, list[Fault]]:
         raise PlanError(
             f"cannot read the plan file: {text}",
             expected="a plan file, as `autopar plan MODEL -o PLAN` writes it",
-            fix=_near(Path(path)),
+            fix=nearby(path, f"check the path, or {_AGAIN}"),
             where=str(path),
         ) from None
     try:
@@ -89,33 +90,13 @@ def parse(text: str) -> tuple[Any, list[Fault]]:
     except json.JSONDecodeError as error:
         place = f"{error.lineno}:{error.colno}"
         what = f"the plan is not JSON: {error.msg}"
-        return None, [Fault(path=place, what=what, expected=_WHOLE, fix=_broken(text, error))]
+        return None, [
+            Fault(path=place, what=what, expected=_WHOLE, fix=mending(text, error.lineno, _AGAIN))
+        ]
     except RecursionError:
         place, depth = _deepest(text)
         what = f"the plan is nested {depth:,} levels deep"
         return None, [Fault(path=place, what=what, expected="a handful of levels", fix=_AGAIN)]
-
-
-def _near(path: Path) -> str:
-    """What to do about a file that cannot be read."""
-    try:
-        if path.is_dir():
-            return f"name a file in it, such as {path / 'plan.json'}"
-        names = [item.name for item in path.parent.iterdir()]
-    except (OSError, ValueError):
-        return f"there is no folder {path.parent} that can be read: check the path"
-    close = meant(path.name, names)
-    return close or "check the path, or write the plan: `autopar plan MODEL -o PLAN`"
-
-
-def _broken(text: str, error: json.JSONDecodeError) -> str:
-    """What to do about text that is no JSON."""
-    if not text.strip():
-        return f"the file is empty: {_AGAIN}"
-    if not text[error.pos :].strip():
-        return f"the file ends too early: finish what is open, or {_AGAIN}"
-    line = text.splitlines()[error.lineno - 1].strip() if text.splitlines() else ""
-    return f"mend the line {shown(line)}, or {_AGAIN}"
 
 
 def refuse(faults: Sequence[Fault], where: str) -> NoReturn:

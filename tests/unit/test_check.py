@@ -10,8 +10,10 @@ import pytest
 
 from autopar.check import check
 from autopar.check.changes import single_changes
+from autopar.check.language import language_of
 from autopar.check.model import described_model
 from autopar.check.price import Pricer, gradient_bytes_of, software_of
+from autopar.check.report import Best
 from autopar.cli.main import main
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import PlanError
@@ -19,6 +21,7 @@ from autopar.imports import read_config
 from autopar.imports.imported import Described
 from autopar.presets.config import DecoderConfig
 from autopar.presets.registry import build_decoder
+from autopar.search.problem import Problem
 from autopar.trace import trace
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -147,6 +150,71 @@ def test_the_best_plan_is_no_slower_than_the_configuration(traced, titan):
     assert found.best is not None and found.searched
     assert found.best.step_s <= found.now.step_s * 1.02
     assert any(line.startswith("best") for line in found.lines())
+
+
+def test_what_is_said_of_the_best_plan_is_true(traced, titan):
+    found = report(traced, titan)
+    now_s = found.now.step_s
+    tight = tuple(size // 2 for size in found.now.device_bytes)
+    full = replace(found, now=replace(found.now, capacity_bytes=tight))
+
+    def best(times, complete=True):
+        made = Best(
+            text="dp=8", step_s=times * now_s, device_bytes=1, bound_s=0.0, seconds=5.0,
+            complete=complete,
+        )  # fmt: skip
+        texts = [
+            "\n".join(replace(item, best=made, searched=True).lines()) for item in (found, full)
+        ]
+        for text in texts:
+            assert "as fast" not in text and text.count("best     ") == 1
+        return [text.partition("best     ")[2].partition("\n")[0] for text in texts]
+
+    fast, full_fast = best(0.5)
+    assert "this one takes +100.0% (search of 5 s)" in fast
+    assert "it fits, and takes 50.0% less time" in full_fast and "does not fit" in full_fast
+    same, full_same = best(1.0)
+    assert same.startswith("the search found nothing faster; its fastest takes")
+    assert "it fits" in full_same
+    slow, full_slow = best(1.2, complete=False)
+    assert slow.startswith("the search, stopped after 5 s, found nothing faster; its fastest takes")
+    assert "20.0% more time" in full_slow and "search stopped after 5 s" in full_slow
+    assert "predicted" in slow
+
+
+@pytest.mark.parametrize("name", [file.name for file in sorted(CONFIGS.iterdir())
+                                  if file.suffix != ".md"])  # fmt: skip
+def test_changes_are_what_the_framework_has_words_for(name):
+    setting = read_config(CONFIGS / name)
+    fixed = setting.pp * setting.tp * setting.cp * setting.replicas * (setting.shards or 8)
+    setting = replace(setting.on(fixed), global_batch=None, micro_batch=1, accumulation=32)
+    language, batch = language_of(setting), 32 * setting.data
+    kinds = set()
+    for _, kind, changed in single_changes(setting, batch):
+        kinds.add(kind)
+        assert language.says(setting, changed)
+        assert changed.schedule != "zb_h1"
+        if setting.source == "megatron":
+            assert changed.schedule in ("1f1b", "interleaved_1f1b")
+            assert changed.zero <= max(1, setting.zero)
+        if setting.source in ("deepspeed", "accelerate"):
+            assert changed.pp == setting.pp and not changed.sequence_parallel
+    assert kinds and not (setting.source == "deepspeed" and "sequence_parallel" in kinds)
+
+
+def test_plans_are_searched_that_the_framework_has_words_for(traced, titan):
+    plain = replace(titan, source="megatron", stack="mcore", zero=1)
+    allowed = language_of(plain).allowed(8)
+    assert "zb_h1" not in allowed["schedule"] and allowed["zero"] == (0, 1)
+    problem = Problem(traced.graph, traced.loss, NODE, allowed=allowed)
+    points = list(problem.space.points())
+    assert points and {point.zero for point in points} == {0, 1}
+    assert {point.schedule for point in points} == {"1f1b", "interleaved_1f1b"}
+    alone = language_of(replace(titan, source="deepspeed", stack="deepspeed-hf")).allowed(8)
+    problem = Problem(traced.graph, traced.loss, NODE, allowed=alone)
+    assert {(point.pipeline, point.role) for point in problem.space.points()} == {
+        (1, ""), (1, "megatron"),
+    }  # fmt: skip
 
 
 def test_described_models_are_as_large_as_described():

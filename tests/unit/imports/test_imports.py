@@ -153,6 +153,47 @@ def test_errors_name_the_line(tmp_path, name, text, message, line):
     assert caught.value.where is not None and caught.value.where.endswith(f"{name}:{line}")
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "fix"),
+    [
+        ("TP=$(nproc --all)\nA=$TP\n--tensor-model-parallel-size $A", "line 1 sets TP by the"
+         " command $(nproc --all)", "TP=N"),
+        ("export TP=`nproc` # all\n--tensor-model-parallel-size ${TP}", "the command `nproc`",
+         "TP=N"),
+        ("--tensor-model-parallel-size $(nproc)", "what a command prints", "in its place"),
+        ("--tensor-model-parallel-size $1", "nothing sets $1", "in its place"),
+        ("--tensor-model-parallel-size $TP", "nothing sets $TP", "or TP=N above it"),
+        ("TP=$(nproc)\nTP=4\n--tensor-model-parallel-size $TP --num-layers $X", "nothing sets $X",
+         "X=N"),
+    ],
+)  # fmt: skip
+def test_values_that_only_a_shell_knows(tmp_path, text, words, fix):
+    with pytest.raises(InputError) as caught:
+        read_config(written(tmp_path, "a.sh", text + " --micro-batch-size 1"))
+    assert words in caught.value.what and fix in str(caught.value.fix)
+    assert "nothing sets $TP" in words or "nothing sets $TP" not in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fix"),
+    [
+        ("a.json", "", "is empty"), ("a.json", '{"train_batch_size": 8', "ends too early"),
+        ("a.json", '{"train_batch_size": 8,\n}', "the comma from the end of line 1"),
+        ("a.json", '{"train_batch_size" 8,\n "b": 1}', "mend line 1, '{\"train_batch_size\" 8,'"),
+        ("a.toml", "[model]\nflavor = = 1\n", "mend line 2"), ("b.yaml", "a: [", "ends too early"),
+        ("c.json", "[" * 100_000, "check that"), ("d.yaml", "- 1", "check that"),
+        ("e.txt", "hello", "check that"), ("own.json", '{"heads": "tp"}', "--constraints"),
+    ],
+)  # fmt: skip
+def test_broken_files_are_refused_with_a_way_out(tmp_path, name, text, fix):
+    with pytest.raises(InputError) as caught:
+        read_config(written(tmp_path, name, text))
+    assert caught.value.expected and fix in str(caught.value.fix), caught.value.fix
+    with pytest.raises(InputError) as caught:
+        read_config(tmp_path / ("x" + name))
+    assert caught.value.expected and f"did you mean '{name}'?" == caught.value.fix
+
+
 def test_files_that_are_something_else(tmp_path):
     with pytest.raises(InputError, match="cannot read constraints"):
         read_config(tmp_path / "missing.json")

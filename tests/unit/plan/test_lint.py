@@ -212,7 +212,7 @@ def test_what_is_no_json_is_told_by_line_and_column(data, place, tmp_path, capsy
 def test_no_file_is_bad_input(tmp_path, capsys):
     (tmp_path / "plan.json").write_text("{}")
     for name, fix in (("plam.json", "did you mean 'plan.json'?"), ("x/y", "check the path"),
-                      ("", "name a file in it")):  # fmt: skip
+                      ("", "name a file in this folder")):  # fmt: skip
         assert main(["lint", str(tmp_path / name)]) == 2
         text = capsys.readouterr().err
         assert "cannot read the plan file" in text and "expected:" in text and fix in text
