@@ -64,3 +64,50 @@ def _counted(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> t
 def least_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> int:
     """The least of `most_live` over the ranks."""
     return min(most_live(name, num_ranks, num_microbatches, chunks))
+
+
+@lru_cache(maxsize=1024)
+def fullest(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int = 1
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """When ranks of a schedule that splits backward hold most, whatever a microbatch takes.
+
+    Args:
+        name: Name of the schedule.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Microbatches of a step.
+        chunks: Stages per rank.
+
+    Returns:
+        For each rank pairs of which no other time has more of both: forwards whose backward of
+        inputs is not over, and those whose backward of weights alone is not over.
+    """
+    ranks = range(num_ranks)
+    if name == "zb_h1" and num_microbatches >= num_ranks:
+        return tuple(((num_ranks - r, r), (num_ranks - r - 1, r + 1)) for r in ranks)
+    if name == "zbv" and num_microbatches >= 2 * num_ranks:
+        first = (2 * num_ranks, 0), (2 * num_ranks - 1, 1)
+        return tuple(
+            (*first, *((num_ranks + r - late, late) for late in range(2, 2 * r + 2))) for r in ranks
+        )
+    return counted_fullest(name, num_ranks, num_microbatches, chunks)
+
+
+def counted_fullest(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int = 1
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """`fullest`, counted in the schedule."""
+    found = []
+    for actions in _short(name, num_ranks, num_microbatches, chunks).actions:
+        early = late = 0
+        seen: dict[int, int] = {}
+        for action in actions:
+            early += (action.kind == "F") - (action.kind in ("B", "I"))
+            late += (action.kind == "I") - (action.kind == "W")
+            seen[early] = max(late, seen.get(early, 0))
+        pairs: list[tuple[int, int]] = []
+        for count in sorted(seen, reverse=True):
+            if not pairs or seen[count] > pairs[-1][1]:
+                pairs.append((count, seen[count]))
+        found.append(tuple(pairs))
+    return tuple(found)

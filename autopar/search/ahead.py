@@ -79,6 +79,7 @@ class Ahead:
     def __init__(self, work: Callable[[Any], object]) -> None:
         self._slots: dict[Hashable, int] = {}
         self._values: dict[int, Any] = {}
+        self._work, self._asked = work, list[tuple[int, Any]]()
         self._orders, self._answers = _Mailbox(), _Mailbox()
         self._state = mmap.mmap(-1, SLOTS)
         gc.freeze()  # else each collection would copy what both share
@@ -99,6 +100,7 @@ class Ahead:
             slot = self._slots.setdefault(key, len(self._slots))
             if slot < SLOTS and self._state[slot] == _FREE:
                 found.append((slot, key))
+        self._asked = found[::-1]
         try:
             self._orders.put(found)
         except BrokenPipeError:
@@ -114,11 +116,29 @@ class Ahead:
             if self._state[slot] != _ITS:
                 self._state[slot] = _MINE
                 return None
-            more = self._answers.get(PATIENCE_S)
-            if not more:  # it has ended, or hangs
-                self._state[slot] = _MINE
+            more = self._answers.get(0)
+            if not more and not self._help():
+                more = self._answers.get(PATIENCE_S)
+                if not more:  # it has ended, or hangs
+                    self._state[slot] = _MINE
             self._values.update(more)
         return (self._values.pop(slot),)
+
+    def _help(self) -> bool:
+        """Answer the question after the next, as that is the other process's; whether there is."""
+        skipped = None
+        while self._asked:
+            slot, key = self._asked.pop()
+            if self._state[slot] != _FREE:
+                continue
+            if skipped is None:
+                skipped = slot, key
+                continue
+            self._asked.append(skipped)
+            self._state[slot] = _MINE
+            self._values[slot] = self._work(key)
+            return True
+        return False
 
     def close(self) -> None:
         """End the other process."""

@@ -234,13 +234,17 @@ class Bounds(Candidates):
             cut: Their numbers.
         """
         problem, point = self.problem, outcome.candidate.point
-        devices, under_way = problem.devices(point), self.under_way(point)
+        devices = problem.devices(point)
         planned = [0.0] * point.pipeline
         for stage, rank in enumerate(point.stage_ranks):
             intervals, filled = stages.each[stage], stages.filled[stage]
             k = np.array([cut.chosen[stage]])
             _, saved = intervals.mixed(filled.low[k], filled.high[k], filled.upgraded[k], k)
-            planned[rank] += float((intervals.static[k] + under_way[stage] * saved)[0])
+            held = stages.under_way[stage] * saved
+            if stages.waiting[stage]:
+                late = intervals.late_mixed(filled.low[k], filled.high[k], filled.upgraded[k], k)
+                held = held + stages.waiting[stage] * late
+            planned[rank] += float((intervals.static[k] + held)[0])
         found = []
         for rank, key in enumerate(self._extra_keys(point)):
             device = devices[rank]
@@ -261,14 +265,22 @@ class Bounds(Candidates):
             limit: Where the bound is not below it, it need not be exact.
         """
         if point.schedule != "1f1b":
-            free = self.fixed(point, None, lightest=True)
-            found = math.inf if free is None else self._worked(point, *free, self.chain(point))
-            return min(found, self.lean(point)) * self.sharing()
+            known = self.problem.second and self.problem.second.value(("group", point))
+            return float(known[0]) if known else self._group_of_fixed(point)
         stages = self.stages(point, None, relaxed=True, lightest=True, limit=limit)
         if stages is None:
             return math.inf
         found = self._any_cut(point, stages, self.chain(point)) * self.sharing()
         return self._known_to(point, stages, found, limit)
+
+    def _group_of_fixed(self, point: Point) -> float:
+        """The same of a point with one cut."""
+        free = self.fixed(point, None, lightest=True)
+        lean = self._lean_quickly(point)
+        if free is None:
+            return lean * self.sharing()
+        found = self._worked(point, *free, self.chain(point))
+        return (found if lean >= found else min(found, self.lean(point))) * self.sharing()
 
     def _known_to(self, point: Point, stages: Stages, found: float, limit: float) -> float:
         """A bound, given that slower candidates than a limit, and long ones, were left out."""
@@ -345,9 +357,8 @@ class Bounds(Candidates):
     def _of_fixed(self, point: Point, limit: float) -> float:
         """The same of a point with one cut."""
         fixed, sharing = self.fixed(point, None), self.sharing()
-        lean = self.lean(point)
         if fixed is None:
-            return lean * sharing
+            return self.lean(point) * sharing
         stages, cut = fixed
         wires = self.problem.wires(point)
         chain = self.chain(point, stages, wires)
@@ -360,7 +371,16 @@ class Bounds(Candidates):
                 for mine, item, k in zip(each, stages.filled, cut.chosen, strict=True)
             ]
             found = max(found, planned_s(point, each, cut, chain, wires, programs))
-        return min(found, lean) * sharing
+        lean = self._lean_quickly(point)
+        return (found if lean >= found else min(found, self.lean(point))) * sharing
+
+    def _lean_quickly(self, point: Point) -> float:
+        """A bound of `lean` from sums over the model."""
+        totals = self.totals(point)
+        if totals is None or point.chunks > 1:
+            return math.inf
+        work, late = self._microbatch(point, totals, 1.0, True, totals.lean_s)
+        return (point.microbatches * work - late) / point.pipeline
 
     def lean(self, point: Point) -> float:
         """Seconds of a step of any cut at least if stages keep as little as they can.

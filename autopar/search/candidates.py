@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from autopar.cost_models.buckets import LIMIT_BYTES
 from autopar.cost_models.device import Device
 from autopar.cost_models.evaluate import update_bandwidth
-from autopar.schedules.steady import most_live
+from autopar.schedules.make import SCHEDULES
+from autopar.schedules.steady import fullest, most_live
 from autopar.search.alike import Grid, grid_of, unit_kinds
 from autopar.search.chains import main_units
 from autopar.search.exchange import Exchange, Exchanged
@@ -39,13 +40,15 @@ class Stages:
         each: For every stage the candidates as they are on its device.
         filled: For every stage what each of them can keep there.
         room_bytes: Of every stage, for all memory.
-        under_way: See `Candidates.under_way`.
+        under_way: See `Candidates.live`.
+        waiting: See `Candidates.live`.
     """
 
     each: list[Intervals]
     filled: list[Filled]
     room_bytes: Floats
     under_way: Floats
+    waiting: Floats
 
     @property
     def intervals(self) -> Intervals:
@@ -199,6 +202,10 @@ class Candidates:
         late = trained / (point.data if point.zero >= 2 else 1) * (point.microbatches == 1)
         bandwidth = max(map(update_bandwidth, self.devices(point)))
         update_s = updated * speed.update_passes / bandwidth
+        waiting = layer_waiting = None
+        if SCHEDULES[point.schedule].splits_backward:
+            waiting = ranges(table.late_bytes, start, stop)
+            layer_waiting = ranges(table.late_bytes * (block >= 0), start, stop)
         sums, saved = moved.put(ranges(table.seconds, start, stop)), table.saved_bytes
         layer_sums, layer_saved = self._layers(table, block >= 0, start, stop)
         return Intervals(
@@ -210,6 +217,8 @@ class Candidates:
             layers=inside,
             layer_sums=layer_sums,
             layer_saved=layer_saved,
+            late=waiting,
+            layer_late=layer_waiting,
             alike=same == inside,
             static=held_bytes(held, trained, state, point.zero, point.data) - late,
             tail_s=update_s + moved.returned,
@@ -262,15 +271,16 @@ class Candidates:
         problem = self.problem
         devices = problem.devices(point)
         places = np.array(point.stage_ranks)
-        under_way = np.array(self.under_way(point))
+        splits = SCHEDULES[point.schedule].splits_backward
         room = np.array([self.room(device) for device in devices])[places] / point.chunks
         beyond = np.array(over or (0.0,) * len(devices))[places] / point.chunks
         by_device: dict[str, Intervals] = {}
         filled: list[Filled] = [_NOTHING] * point.num_stages
         for device in {device.name: device for device in devices}.values():
-            table = problem.table(point, device)
+            table = problem.table(point, device, weight=splits)
             if table is None:
                 return None
+            under_way, waiting = self.live(point, table)
             intervals = self.intervals(
                 point, table, self.longest(point), lightest=lightest, only=only
             )
@@ -282,19 +292,19 @@ class Candidates:
                 looked_at = np.eye(len(only), dtype=bool)[mine]
             rows = np.arange(len(mine))
             if looked_at is None:  # chunks of a rank are alike
-                keys = np.stack([under_way[mine], room[mine], beyond[mine]])
+                keys = np.stack([under_way[mine], waiting[mine], room[mine], beyond[mine]])
                 _, mine_of, rows = np.unique(keys, axis=1, return_index=True, return_inverse=True)
             else:
                 mine_of = rows
             made = fill_all(
                 kinds, problem.software.speed, under_way[mine][mine_of], room[mine][mine_of],
                 relaxed=relaxed, kind=kind if only is None else None, looked_at=looked_at,
-                over_bytes=beyond[mine][mine_of],
+                over_bytes=beyond[mine][mine_of], waiting=waiting[mine][mine_of],
             )  # fmt: skip
             for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
                 filled[stage] = made[row]
         each = [by_device[devices[rank].name] for rank in places]
-        return Stages(each, filled, room - beyond, under_way)
+        return Stages(each, filled, room - beyond, under_way, waiting)
 
     def _window(
         self, point: Point, intervals: Intervals, stages: Ints, limit: float
@@ -314,6 +324,28 @@ class Candidates:
         own = plain - (last - intervals.alone(speed)) / point.microbatches <= most
         number = stages[:, None]
         return own & (before <= number * most) & (behind <= (point.pipeline - 1 - number) * most)
+
+    def live(self, point: Point, table: UnitTable) -> tuple[Floats, Floats]:
+        """Microbatches of every stage, a chunk's share, at a time when its rank holds much.
+
+        Args:
+            point: The point.
+            table: Its table.
+
+        Returns:
+            How many have their saved memory, and how many wait for the backward of weights.
+        """
+        under_way = np.array(self.under_way(point))
+        if not SCHEDULES[point.schedule].splits_backward:
+            return under_way, np.zeros(len(under_way))
+        # Memory of one that waits over that of one before, where some is computed again.
+        some = len(self.problem.policies) // 2
+        saved, late = table.saved_bytes[some].sum(), table.late_bytes[some].sum()
+        ratio = float(late / saved) if saved else 1.0
+        times = fullest(point.schedule, point.pipeline, point.microbatches, point.chunks)
+        each = np.array([max(rank, key=lambda n: n[0] + ratio * n[1]) for rank in times])
+        early, waiting = each[np.array(point.stage_ranks)].T / point.chunks
+        return early, waiting
 
     def under_way(self, point: Point) -> list[float]:
         """For every stage the microbatches whose saved memory is live at once, a chunk's share."""

@@ -15,19 +15,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from autopar.search.ahead import is_possible
 from autopar.search.bounds import Bounds
 from autopar.search.candidates import Stages
 from autopar.search.closing import close
 from autopar.search.polish import leanest, polished
-from autopar.search.problem import Candidate, Outcome, Problem
+from autopar.search.problem import Candidate, Outcome, Problem, Question
 from autopar.search.refine import refine
 from autopar.search.result import Certificate, SearchResult
 from autopar.search.seconds import durations
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck, most_even
-from autopar.search.starts import first_bounds, starts
+from autopar.search.starts import answer, first_bounds, starts
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
@@ -43,6 +46,8 @@ SLACKS = (1.0, 1.01, 1.03)
 """How much the slowest stage may exceed the least possible for a smaller sum."""
 PROBE, PAUSE = 0.98, 15
 """A plan that promises to be this much faster is priced before its turn, once in so many looks."""
+TOLD = 24
+"""Looks after which a second process is told what comes next."""
 LEVELS = (
     "memory of the model", "memory of its shards", "memory of stages at best", "memory of stages",
     "memory, exactly",
@@ -68,6 +73,8 @@ class _State:
     spare: int = 0  # plans that may be evaluated to close gaps
     deadline_s: float = math.inf
     looks: int = 0  # since a plan was priced out of order
+    untold: int = 0
+    tables: list[Question] = field(default_factory=list)
 
     @property
     def limit(self) -> float:
@@ -102,6 +109,7 @@ class _State:
         """Tighten the bound of a point, or evaluate it."""
         bounds = self.bounds
         self.looks += 1
+        self.expect()
         if level == 0:
             found = max(bound, bounds.scaled(point, lightest=True, limit=self.limit))
             if found < self.limit:  # its own table takes its time
@@ -127,6 +135,21 @@ class _State:
             self.evaluate(bound, point)
         else:
             self.close(bound, point)
+
+    def expect(self) -> None:
+        """Tell a second process, if there is one, what will be asked next."""
+        self.untold -= 1
+        second = self.problem.second
+        if second is None or self.untold > 0:
+            return
+        self.untold = TOLD
+        asked = list[Question]()
+        for _, level, _, point in heapq.nsmallest(2 * TOLD, self.open):
+            if level == 0:
+                asked += self.problem.questions((point,))
+            elif level == 1 and point.schedule != "1f1b":
+                asked.append(("group", point))
+        second.ask((*asked, *self.tables))
 
     def evaluate(self, bound: float, point: Point) -> None:
         """Price the best plan of a point, and see how much better another one could be."""
@@ -182,6 +205,7 @@ def search(
     time_limit_s: float = math.inf,
     op_level: bool = False,
     on_progress: Callable[[str], None] | None = None,
+    ahead: bool = False,
 ) -> SearchResult:
     """Find the best plan.
 
@@ -191,12 +215,27 @@ def search(
         time_limit_s: Stop after so many seconds, with what there is.
         op_level: Improve the best plan op by op, too, which takes its time on large meshes.
         on_progress: Called with a line about what is going on.
+        ahead: Let a second process, if there is a core for it, work out what will be needed.
     """
+    bounds = Bounds(problem)
+    with problem.ahead(partial(answer, bounds)) if ahead and is_possible() else nullcontext():
+        return _search(problem, bounds, gap, time_limit_s, op_level, on_progress)
+
+
+def _search(
+    problem: Problem,
+    bounds: Bounds,
+    gap: float,
+    time_limit_s: float,
+    op_level: bool,
+    on_progress: Callable[[str], None] | None,
+) -> SearchResult:
+    """See `search`."""
     begun = time.monotonic()
     many = problem.units.count > FEW_UNITS
     state = _State(
         problem,
-        Bounds(problem),
+        bounds,
         gap=gap,
         many=many,
         spare=SINGLE if many else CLOSED // problem.units.count,
@@ -206,7 +245,7 @@ def search(
     complete = state.begin(starts(state.bounds, first))
     for group, bound in first.items():
         state.push(bound, 0, group)
-    problem.expect(point for _, _, _, point in sorted(state.open))
+    state.tables = problem.questions(point for _, _, _, point in sorted(state.open))
     while state.open and complete:
         bound, level, _, point = heapq.heappop(state.open)
         if bound >= state.limit or time.monotonic() - begun > time_limit_s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from autopar.plan.extras import POLICIES
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
-from autopar.search.ahead import is_possible
 from autopar.search.finish import certificate_note, finish
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import OPTIONS, Problem
@@ -74,6 +72,7 @@ def _exact(problem: Problem, request: Request) -> SearchResult:
         op_level=small or request.effort == "high",
         time_limit_s=_limit_s(request),
         on_progress=request.on_progress,
+        ahead=request.ahead,
     )
 
 
@@ -162,8 +161,7 @@ def find(
     )
     if not any(True for _ in problem.space.points()):
         raise _empty(problem, allowed)
-    with problem.ahead() if request.ahead and is_possible() else nullcontext():
-        result = strategy(problem, request)
+    result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
     candidate = result.best.candidate

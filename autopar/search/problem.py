@@ -8,9 +8,10 @@ own. Points are evaluated with the cuts, and with what every layer computes agai
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from autopar.graph.ir import Graph
 from autopar.plan.microbatch import STATISTICS, batch_sizes
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import policy_nodes
+from autopar.schedules.make import SCHEDULES
 from autopar.search.ahead import Ahead
 from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, ROLES, Point, Space
 from autopar.search.states import Parameters
@@ -39,6 +41,9 @@ from autopar.search.units import Units
 
 OPTIONS = ("full", "selective", "none")
 """Policies of what a layer computes again, least memory first."""
+Question = tuple[Any, ...]
+"""What a second process may be asked: ``("table", alike, name of the device, weight)``, see
+`Problem.table`, or ``("group", point)``, see `autopar.search.bounds.Bounds.group`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +143,28 @@ class Problem:
         self.parameters = Parameters.of(graph, self.units, self.software)
         self.device = cluster.hardware(0)
         self._known = _Known()
-        self._ahead: Ahead | None = None
+        self.second: Ahead | None = None
 
     @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Let a second process work out tables that `expect` names."""
-        self._ahead = Ahead(lambda key: self._table(*key))
+    def ahead(self, work: Callable[[Any], object]) -> Iterator[None]:
+        """Let a second process answer questions before they are asked, with a function of these."""
+        self.second = Ahead(work)
         try:
             yield
         finally:
-            self._ahead.close()
-            self._ahead = None
+            self.second.close()
+            self.second = None
 
-    def expect(self, points: Iterable[Point]) -> None:
-        """Say whose tables will be needed, the earliest first."""
-        if self._ahead is None:
-            return
-        groups = self.cluster.groups
-        names = tuple(dict.fromkeys(group.hardware.name for group in groups))
-        alike = dict.fromkeys(self.alike(point) for point in points)
-        keys = ((point, name, False) for point in alike for name in names)
-        self._ahead.ask(key for key in keys if key not in self._known.tables)
+    def questions(self, points: Iterable[Point]) -> list[Question]:
+        """Tables of points that are not known."""
+        names = dict.fromkeys(group.hardware.name for group in self.cluster.groups)
+        keys = dict.fromkeys(
+            (self.alike(point), name, weight)
+            for point in points
+            for name in names
+            for weight in {False, SCHEDULES[point.schedule].splits_backward}
+        )
+        return [("table", *key) for key in keys if key not in self._known.tables]
 
     def on(self, cluster: ClusterSpec) -> Problem:
         """The problem on a larger cluster of the same devices, with nothing fixed.
@@ -171,7 +177,7 @@ class Problem:
         found.evaluator = copy.copy(self.evaluator)
         found.evaluator.cluster = cluster
         found.space = replace(self.space, num_devices=cluster.num_devices, allowed={})
-        found._known, found._ahead = _Known(tables=self._known.tables), None
+        found._known, found.second = _Known(tables=self._known.tables), None
         return found
 
     def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
@@ -274,7 +280,7 @@ class Problem:
         """
         key = (self.alike(point), device.name, weight)
         if key not in self._known.tables:
-            known = self._ahead.value(key) if self._ahead is not None else None
+            known = self.second.value(("table", *key)) if self.second is not None else None
             self._known.tables[key] = self._table(*key) if known is None else known[0]
         return self._known.tables[key]
 

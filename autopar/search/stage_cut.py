@@ -35,9 +35,12 @@ class Intervals:
         stop: Shape (K,).
         sums: Sums of `UnitTable.seconds`, shape (options, phases, parts, K).
         saved: Bytes of saved memory of a microbatch, shape (options, K).
+        late: Bytes of a microbatch whose backward of weights is still to come, where that is a
+            program of its own, shape (options, K).
         layers: Units that may differ in what is computed again, shape (K,).
         layer_sums: What of `sums` is theirs; None if the rest does not depend on the option.
         layer_saved: What of `saved` is theirs.
+        layer_late: What of `late` is theirs.
         alike: Whether these are copies of one block, shape (K,).
         working: Bytes that the first backward holds beside, when it begins, shape (options, K).
         static: Bytes that are there at all times, shape (K,).
@@ -62,6 +65,8 @@ class Intervals:
     num_units: int
     layer_sums: Floats | None = None
     layer_saved: Floats | None = None
+    late: Floats | None = None
+    layer_late: Floats | None = None
     working: Floats | None = None
     _plain: list[tuple[Floats, Floats]] = field(default_factory=list)
     _alone: list[Floats] = field(default_factory=list)
@@ -93,6 +98,8 @@ class Intervals:
             layer_sums=None if self.layer_sums is None else self.layer_sums[..., kind],
             layer_saved=None if self.layer_saved is None else self.layer_saved[:, kind],
             working=None if self.working is None else self.working[:, kind],
+            late=None if self.late is None else self.late[:, kind],
+            layer_late=None if self.layer_late is None else self.layer_late[:, kind],
         )
         found._spread.append((self, kind))
         return found
@@ -107,6 +114,21 @@ class Intervals:
         if self.layer_sums is None or self.layer_saved is None:
             return self.sums, self.saved
         return self.layer_sums, self.layer_saved
+
+    @property
+    def waiting(self) -> tuple[Floats, Floats] | None:
+        """`late`, and what of it is layers'."""
+        if self.late is None:
+            return None
+        return self.late, self.late if self.layer_late is None else self.layer_late
+
+    def late_mixed(self, low: Ints, high: Ints, number: Floats, k: Ints) -> Floats:
+        """Bytes of `late` of candidates of which some layers have another option; see `mixed`."""
+        if self.waiting is None:
+            return np.zeros(len(k))
+        late, layers = self.waiting
+        share = number / np.maximum(self.layers[k], 1.0)
+        return np.asarray(late[low, k] + share * (layers[high, k] - layers[low, k]))
 
     def mixed(self, low: Ints, high: Ints, number: Floats, k: Ints) -> tuple[Floats, Floats]:
         """Sums and saved bytes of candidates of which some layers have another option.
@@ -228,6 +250,7 @@ def fill_all(
     kind: Ints | None = None,
     looked_at: NDArray[np.bool_] | None = None,
     over_bytes: Floats | None = None,
+    waiting: Floats | None = None,
 ) -> list[Filled]:
     """For every stage and candidate the fastest two options that fit.
 
@@ -241,6 +264,8 @@ def fill_all(
             they are the candidates.
         looked_at: Candidates that a stage may be, shape (stages, K); all by default.
         over_bytes: What is known to be neither static nor saved, shape (stages,).
+        waiting: Microbatches at that time whose backward of weights is still to come; none by
+            default.
     """
     shape, last = (len(under_way), len(intervals.start)), len(intervals.saved) - 1
     found = Filled(
@@ -256,8 +281,12 @@ def fill_all(
     over = np.zeros(shape[:1]) if over_bytes is None else over_bytes
     working = 0.0 if intervals.working is None else intervals.working[-1]
     beside = np.maximum(over[:, None], working)
-    fits = left >= under_way[:, None] * intervals.saved[-1] + beside
-    lean = under_way[:, None] * intervals.leanest()[0] + over[:, None]
+    kept, lean = intervals.saved[-1], intervals.leanest()[0]
+    kept, lean = under_way[:, None] * kept + beside, under_way[:, None] * lean + over[:, None]
+    late = np.zeros(shape[0]) if waiting is None or intervals.late is None else waiting
+    if intervals.late is not None:
+        kept = kept + late[:, None] * intervals.late[-1]
+    fits = left >= kept
     rest = ~fits & (left >= lean)
     if kind is None and looked_at is not None:
         fits, rest = fits & looked_at, rest & looked_at
@@ -269,7 +298,7 @@ def fill_all(
     stages, candidates = np.nonzero(rest)
     if len(stages):
         _fill_rest(
-            found, intervals, speed, under_way[stages], left[rest], over[stages],
+            found, intervals, speed, under_way[stages], late[stages], left[rest], over[stages],
             stages, candidates, relaxed,
         )  # fmt: skip
     return found.each(kind, looked_at)
@@ -280,6 +309,7 @@ def _fill_rest(
     intervals: Intervals,
     speed: Speed,
     under_way: Floats,
+    late: Floats,
     left: Floats,
     over: Floats,
     stages: Ints,
@@ -293,6 +323,9 @@ def _fill_rest(
     layers, alike = intervals.layers[candidates], intervals.alike[candidates]
     full = np.broadcast_to(intervals.full_buckets, intervals.start.shape)[candidates]
     best, ending, least = (np.full(len(candidates), np.inf) for _ in range(3))
+    waiting = intervals.waiting
+    if waiting is not None:
+        waiting = waiting[0][:, candidates], waiting[1][:, candidates]
     # Of equals the one without recomputation.
     pairs = np.array(list(product(reversed(range(len(saved))), range(len(saved)))))
     for some in [pairs] if len(candidates) <= TOGETHER else pairs[:, None]:
@@ -302,7 +335,11 @@ def _fill_rest(
             working = intervals.working[:, candidates]
             beside = np.maximum(over, np.minimum(working[a], working[b]))
         spare = left - under_way * saved[a] - beside
-        each = under_way * (layer_saved[b] - layer_saved[a]) / np.maximum(layers, 1.0)
+        each = under_way * (layer_saved[b] - layer_saved[a])
+        if waiting is not None:
+            spare = spare - late * waiting[0][a]
+            each = each + late * (waiting[1][b] - waiting[1][a])
+        each = each / np.maximum(layers, 1.0)
         number, good = _upgraded(spare, each, layers * (a != b)[:, None], alike, relaxed)
         if not good.any():
             continue

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from autopar.search.bounds import Bounds
+from autopar.search.problem import Question
 from autopar.search.space import Point
 
 TRIED, STARTS = 24, 3
@@ -28,14 +29,27 @@ def is_expert(point: Point) -> bool:
     return point.zero <= 1 and usual
 
 
+def answer(bounds: Bounds, question: Question) -> object:
+    """What a second process answers; see `Question`."""
+    kind, point, *rest = question
+    if kind == "group":
+        return bounds.group(point)
+    name, weight = rest
+    devices = {group.hardware.name: group.hardware for group in bounds.problem.cluster.groups}
+    return bounds.problem.table(point, devices[name], weight=weight)
+
+
 def first_bounds(bounds: Bounds) -> dict[Point, float]:
     """A bound for every group of points, from the largest microbatch."""
     groups = list(bounds.problem.space.groups())
     bounds.know_largest(groups)
     problem, largest = bounds.problem, {bounds.largest(group): None for group in groups}
-    problem.expect(reversed(largest))  # from the other end
+    if problem.second is not None:  # from the other end
+        problem.second.ask(problem.questions(reversed(largest)))
     found = {group: bounds.scaled(group, lightest=True) for group in groups}
-    problem.expect(group for _, group in sorted((s, group) for group, s in found.items()))
+    if problem.second is not None:
+        ordered = sorted((least, group) for group, least in found.items())
+        problem.second.ask(problem.questions(group for _, group in ordered))
     return found
 
 

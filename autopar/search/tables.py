@@ -54,6 +54,8 @@ class UnitTable:
     Attributes:
         seconds: Shape (options, phases, parts, units), see `PHASES` and `PARTS`.
         saved_bytes: What forward leaves for backward; shape (options, units).
+        late_bytes: What a backward of inputs leaves for that of weights, where these are two
+            programs; shape (options, units).
         working_bytes: What backward itself holds at most in each unit; shape (options, units).
         numel: Local elements of every parameter, in the order of the graph.
         edge_bytes: Local bytes that a unit takes from the one before it, as far as their gradients
@@ -62,6 +64,7 @@ class UnitTable:
 
     seconds: Floats
     saved_bytes: Floats
+    late_bytes: Floats
     working_bytes: Floats
     numel: Floats
     edge_bytes: Floats
@@ -96,18 +99,20 @@ def unit_table(
     task, stand_in = single_stage(placement, plan, loss, software.implementation)
     taped = tape_stage(task, rank, software.implementation)
     book = _Book(units, stand_in, taped, device, prices, software, rank)
-    seconds, saved, working = [], [], []
+    seconds, saved, late, working = [], [], [], []
     for again in options:
         programs = split(taped, again, weight=weight)
         own = book.own(programs)
         seconds.append(book.seconds(own))
         wanted = book.wanted(programs, own)
         saved.append(book.saved(wanted))
+        late.append(book.saved(book.late(programs, own)))
         working.append(book.working(programs, own, wanted))
     numel = _local_elements(units, placement, rank)
     return UnitTable(
         seconds=np.stack(seconds),
         saved_bytes=np.stack(saved),
+        late_bytes=np.stack(late),
         working_bytes=np.stack(working),
         numel=numel,
         edge_bytes=_edge_bytes(units, placement, rank),
@@ -272,6 +277,16 @@ class _Book:
                     if memory in users:
                         users[memory] = min(users[memory], self.place(run))
         return {m: at for m, at in users.items() if m.step is not None and at < len(self.share)}
+
+    def late(self, programs: Programs, own: Mapping[str, list[Run]]) -> dict[Memory, int]:
+        """For all that waits for the backward of weights the first call that wants it there."""
+        users: dict[Memory, int] = {}
+        taken = programs.parts["W"].taken if "W" in own else {}
+        for run in own.get("W", ()):
+            for memory in run.reads:
+                if memory in taken and memory.step is not None:
+                    users[memory] = min(users.get(memory, len(self.share)), self.place(run))
+        return users
 
     def saved(self, wanted: Mapping[Memory, int]) -> Floats:
         """Shape (units,). Booked where backward wants it.

@@ -102,6 +102,8 @@ class Totals:
         trained_each: Of each parameter that is trained.
         most_bytes: Saved memory of the fastest options.
         least_bytes: Of those with least.
+        lean_s: Seconds of the device at least that units compute again if each keeps as little as
+            it can; 0 where no option has least memory for all of them.
     """
 
     seconds: Floats
@@ -115,6 +117,7 @@ class Totals:
     trained_each: Floats
     most_bytes: float
     least_bytes: float
+    lean_s: float
 
     @classmethod
     def of(
@@ -136,6 +139,8 @@ class Totals:
         slope = FORWARD * float(start[-1] / both[-1]) if both[-1] else 0.0
         rest = np.cumsum(each[..., ::-1], axis=-1)[..., ::-1]
         after = kernel_seconds(rest[0], speed) + kernel_seconds(rest[1] + rest[2], speed)
+        relief, least = Relief.of(table), table.saved_bytes.min(axis=0)
+        common = (table.saved_bytes <= least).all(axis=1).any()
         return cls(
             seconds=each.sum(axis=-1, keepdims=True),
             chain=each[..., main].sum(axis=-1, keepdims=True),
@@ -143,9 +148,10 @@ class Totals:
             slope=slope,
             offset=float(np.max(slope * both - start, initial=0.0)),
             kept_bytes=table.saved_bytes[-1],
-            relief=Relief.of(table),
+            relief=relief,
             held=(float(weight.sum()), float(trained.sum()), float(state.sum())),
             trained_each=trained,
             most_bytes=float(table.saved_bytes[-1].sum()),
-            least_bytes=float(table.saved_bytes.min(axis=0).sum()),
+            least_bytes=float(least.sum()),
+            lean_s=float(relief.device_s.sum()) * ROUNDED if common else 0.0,
         )

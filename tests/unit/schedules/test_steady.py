@@ -6,7 +6,7 @@ import pytest
 
 from autopar.schedules.actions import BACKWARDS
 from autopar.schedules.make import make_schedule
-from autopar.schedules.steady import least_live, most_live, stage_ranks
+from autopar.schedules.steady import counted_fullest, fullest, least_live, most_live, stage_ranks
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,15 @@ def test_ranks_and_live_microbatches(name: str, chunks: int) -> None:
                 microbatches,
             )
             assert least_live(name, ranks, microbatches, chunks) == min(most)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb_h1", 1), ("zbv", 2)])
+def test_fullest_times_of_ranks(name: str, chunks: int) -> None:
+    for ranks in (2, 3, 4, 7):
+        for microbatches in (*range(1, 18), 33):
+            counted = counted_fullest(name, ranks, microbatches, chunks)
+            assert fullest(name, ranks, microbatches, chunks) == counted
+            for times, most in zip(
+                counted, most_live(name, ranks, microbatches, chunks), strict=True
+            ):
+                assert max(early + late for early, late in times) <= most
