@@ -1,4 +1,4 @@
-"""What schedules of many microbatches have in common with those of few: no need to make them."""
+"""What is known of schedules without making them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from functools import lru_cache
 
 from autopar.schedules.actions import BACKWARDS, Schedule
 from autopar.schedules.make import make_schedule
-
-TURNS = 4
-"""After so many microbatches per rank a schedule's order repeats itself, but for GPipe's, which has
-no steady state, and interleaved 1F1B in groups of unequal sizes."""
 
 
 @lru_cache(maxsize=1024)
@@ -32,6 +28,10 @@ def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1)
         num_microbatches: Microbatches of a step m.
         chunks: Stages per rank.
     """
+    if name == "gpipe":
+        return (num_microbatches,) * num_ranks
+    if name == "1f1b":
+        return tuple(min(num_microbatches, num_ranks - r) for r in range(num_ranks))
     if name == "zb_h1":
         return (min(num_microbatches, num_ranks),) * num_ranks
     if name == "zbv":  # the forward of the second stage of a rank comes after those of all others
@@ -39,13 +39,9 @@ def most_live(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1)
             min(num_microbatches + 1 + r, 2 * num_microbatches, 2 * num_ranks)
             for r in range(num_ranks)
         )
-    left = num_microbatches % num_ranks
-    if name == "interleaved_1f1b" and not left:
+    if name == "interleaved_1f1b" and num_microbatches % num_ranks == 0:
         ahead = ((chunks - 1) * num_ranks + 2 * (num_ranks - r) - 1 for r in range(num_ranks))
         return tuple(min(num_microbatches * chunks, most) for most in ahead)
-    repeats = name not in ("gpipe", "interleaved_1f1b")
-    if repeats and num_microbatches > TURNS * num_ranks:
-        num_microbatches = TURNS * num_ranks + left
     return _counted(name, num_ranks, num_microbatches, chunks)
 
 
