@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import translate
+from functools import lru_cache
 
 from autopar.errors import PlanError
 from autopar.graph.blocks import find_blocks
@@ -212,13 +213,19 @@ def _fold(graph: Graph, chosen: set[int]) -> list[str]:
         if key in covered:
             continue
         for pattern in _candidates(key):
-            match = re.compile(translate(pattern)).match
-            hits = {other for other in keys if match(other)}
+            hits = _hits(keys, pattern)
             if hits <= wanted:
                 break
         found.append(pattern)
         covered |= hits
     return _needed(found, keys)
+
+
+@lru_cache(maxsize=1024)
+def _hits(keys: tuple[str, ...], pattern: str) -> frozenset[str]:
+    """Op keys that a pattern matches; layers alike ask for the same ones."""
+    match = re.compile(translate(pattern)).match
+    return frozenset(key for key in keys if match(key))
 
 
 def _candidates(key: str) -> Iterable[str]:
@@ -237,15 +244,12 @@ def _candidates(key: str) -> Iterable[str]:
     yield re.sub(r"([*?[])", r"[\1]", key)
 
 
-def _needed(patterns: list[str], keys: Sequence[str]) -> list[str]:
+def _needed(patterns: list[str], keys: tuple[str, ...]) -> list[str]:
     """`patterns` without those whose ops others match already."""
-    hits = {}
-    for pattern in patterns:
-        match = re.compile(translate(pattern)).match
-        hits[pattern] = {key for key in keys if match(key)}
+    hits = {pattern: _hits(keys, pattern) for pattern in patterns}
     kept = list(dict.fromkeys(patterns))
     for pattern in list(kept):
-        others = set().union(*(hits[other] for other in kept if other != pattern))
+        others = frozenset[str]().union(*(hits[other] for other in kept if other != pattern))
         if hits[pattern] <= others:
             kept.remove(pattern)
     return kept
