@@ -97,7 +97,7 @@ class _State:
         """Evaluate some points; whether nobody has interrupted that."""
         try:
             for bound, point in points:
-                if self.best is None or time.monotonic() < self.deadline_s:
+                if self.best is None or (bound < self.limit and time.monotonic() < self.deadline_s):
                     self.evaluate(bound, point)
         except KeyboardInterrupt:
             if self.best is None:
