@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from autopar.cost_models.calibrate import Calibration, calibrate
-from autopar.cost_models.cluster import ClusterSpec
-from autopar.cost_models.evaluate import Evaluator, Prediction, Software
+from autopar.cost_models.cluster import ClusterSpec, memory_is_known
+from autopar.cost_models.evaluate import Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
-from autopar.cost_models.forecast import cluster_of, forecast_of
+from autopar.cost_models.forecast import cluster_of
 from autopar.errors import InputError, PlanError
 from autopar.imports.read import resolve
 from autopar.plan.adapt import adapt
 from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
-from autopar.planning import find_plan, kept_by_search, memory_is_known, planner
+from autopar.planning import find_plan, fitter, kept_by_search, optimizer_of, planner, priced
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
@@ -142,7 +142,10 @@ def compile(
             ``update_every``, ``vertical_sync``. Or a file with such a map, or with a configuration
             of DeepSpeed, Megatron-LM, torchtitan or Accelerate (``"deepspeed.json"``); what a plan
             cannot hold of it is among the plan's notes.
-        plan: A plan or plan file to carry out instead.
+        plan: A plan or plan file to carry out instead. One that was made for another batch,
+            sequence length or cluster keeps its choices and is priced anew; what that changes is
+            logged (``autopar``), and is refused if it has too little memory. One of another model
+            is refused with the first difference.
         strict: Refuse ops without a sharding rule instead of replicating them.
         seed: Seed of dropout and of the initialisation of meta models.
         check_finite: Raise on all ranks when the loss is not finite.
@@ -181,6 +184,7 @@ def compile(
             mesh=given.mesh,
             constraints=given.constraints,
             plan=_plan(plan),
+            fit=fitter(comm, spec),
             strict=strict,
             seed=seed,
             check_finite=check_finite,
@@ -308,8 +312,8 @@ def plan_and_predict(
     """`plan`, and what the plan takes if a cluster is given and the model has a loss.
 
     Returns:
-        The plan, also if it does not fit, and the prediction. None for CPUs whose memory is not
-        measured.
+        The plan with its forecast, also if it does not fit, and the prediction. None where it
+        cannot be judged whether it fits: for CPUs whose memory is not measured.
     """
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
@@ -328,10 +332,10 @@ def plan_and_predict(
         axes.check_world_size(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
-    if spec is None or traced.loss is None or not memory_is_known(spec):
+    if spec is None or traced.loss is None:
         return made, None
-    forecast, priced = forecast_of(Evaluator(traced.graph, traced.loss, spec), made)
-    return replace(made, forecast=forecast), priced
+    made, priced_so = priced(made, traced, spec, "adamw")
+    return made, priced_so if memory_is_known(spec) else None
 
 
 def evaluate(
@@ -416,15 +420,11 @@ def reprice(
                 where="cluster",
             )
         spec = cluster_of(told.cluster)
-    name = optimizer or (told.cost_model.optimizer if told is not None else "adamw")
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     if traced.loss is None:
         raise _no_loss()
     adapted, _ = adapt(made, traced.graph)
-    evaluator = Evaluator(traced.graph, traced.loss, spec, Software.of(spec.hardware(0), name))
-    known = memory_is_known(spec)
-    forecast, found = forecast_of(evaluator, adapted, optimizer=name, memory_known=known)
-    return replace(adapted, forecast=forecast), found
+    return priced(adapted, traced, spec, optimizer or optimizer_of(made))
 
 
 def _no_loss() -> InputError:

@@ -1,16 +1,27 @@
-"""How the public functions search: which calls do, and how the ranks of a job agree on a plan."""
+"""How the public functions plan.
+
+Which calls search, how the ranks of a job agree on a plan, and what becomes of a plan file that
+meets inputs of other sizes, or another cluster.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.cluster import ClusterSpec, memory_is_known
+from autopar.cost_models.evaluate import Evaluator, Prediction, Software
+from autopar.cost_models.forecast import cluster_of, describe_cluster, forecast_of
 from autopar.errors import AutoparError, PlanError
 from autopar.imports.read import Resolved
+from autopar.plan.adapt import adapt
 from autopar.plan.build import make_plan, refuse_unruled, unruled_ops
+from autopar.plan.diff import differences, lines
 from autopar.plan.extras import split_text
+from autopar.plan.fingerprint import is_of
+from autopar.plan.forecast import room_words
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Communicator
 from autopar.runtime.operators import refuse_unkeyed_random
@@ -20,6 +31,9 @@ from autopar.search.told import forecast_found
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced
+from autopar.units import format_seconds
+
+_LOG = logging.getLogger("autopar")
 
 
 def kept_by_search(
@@ -126,10 +140,85 @@ def find_plan(
     return replace(found, plan=replace(found.plan, forecast=forecast))
 
 
-def memory_is_known(cluster: ClusterSpec) -> bool:
-    """Whether the memory of devices is more than a guess."""
-    measured = ("memory.memory_gib" in dict(group.figures) for group in cluster.groups)
-    return all(
-        group.hardware.kind != "cpu" or known
-        for group, known in zip(cluster.groups, measured, strict=True)
-    )
+def fitted(
+    plan: Plan, traced: Traced, *, cluster: ClusterSpec | None = None, must_fit: bool = False
+) -> Plan:
+    """The plan for a traced model: itself if it was made for that, or else priced anew.
+
+    Args:
+        plan: The plan.
+        traced: The model, with inputs of any sizes.
+        cluster: What it runs on, if that is known; what it was made for by default.
+        must_fit: Whether to refuse what was priced anew and has too little memory.
+
+    Raises:
+        PlanError: If the plan is for another model, its choices cannot be made at these sizes, or
+            it does not fit.
+    """
+    told, same = plan.forecast, is_of(plan.graph, traced.graph)
+    if same and (cluster is None or told is None or _as_told(plan, cluster)):
+        return plan
+    made = plan if same else adapt(plan, traced.graph)[0]
+    if cluster is None and told is not None:
+        cluster = cluster_of(told.cluster)
+    if cluster is None or traced.loss is None:
+        return made
+    made, found = priced(made, traced, cluster, optimizer_of(plan))
+    if must_fit and memory_is_known(cluster):
+        found.refuse_unless_fits()
+    return made
+
+
+def priced(
+    plan: Plan, traced: Traced, cluster: ClusterSpec, optimizer: str
+) -> tuple[Plan, Prediction]:
+    """A plan with what is predicted of it on a cluster, and the prediction.
+
+    Raises:
+        PlanError: If the cluster has fewer devices than the plan ranks.
+    """
+    software = Software.of(cluster.hardware(0), optimizer)
+    forecast, found = forecast_of(
+        Evaluator(traced.graph, traced.loss, cluster, software), plan, optimizer=optimizer,
+        memory_known=memory_is_known(cluster),
+    )  # fmt: skip
+    return replace(plan, forecast=forecast), found
+
+
+def optimizer_of(plan: Plan) -> str:
+    """Name of the optimizer that a plan was priced with; AdamW's if it was not."""
+    return "adamw" if plan.forecast is None else plan.forecast.cost_model.optimizer
+
+
+def _as_told(plan: Plan, cluster: ClusterSpec) -> bool:
+    assert plan.forecast is not None
+    return plan.forecast.cluster.fingerprint == describe_cluster(cluster).fingerprint
+
+
+def changes(before: Plan, after: Plan) -> str:
+    """What pricing a plan anew has changed, as text; empty if nothing.
+
+    Args:
+        before: The plan as it was given.
+        after: What `fitted` made of it.
+    """
+    if before is after:
+        return ""
+    found = "\n".join(lines(differences(before, after)))
+    head = "the plan was made for other inputs or another cluster; its choices stay"
+    if after.forecast is not None and after.forecast.ranks:
+        step_s, fits = after.forecast.step_s, room_words(after.forecast)
+        head += f", and its step takes {format_seconds(step_s)} (predicted; {fits})"
+    return f"{head}:\n{found}" if found else ""
+
+
+def fitter(comm: Communicator, cluster: ClusterSpec | None) -> Callable[[Plan, Traced], Plan]:
+    """How the ranks of a job take a plan file: see `fitted`; rank 0 logs what has changed."""
+
+    def fit(plan: Plan, traced: Traced) -> Plan:
+        made = fitted(plan, traced, cluster=cluster, must_fit=True)
+        if comm.rank == 0 and (text := changes(plan, made)):
+            _LOG.warning("%s", text)
+        return made
+
+    return fit

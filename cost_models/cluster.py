@@ -411,6 +411,15 @@ def _read_group(table: Table, extra: tuple[str, ...] = ()) -> NodeGroup:
     )
 
 
+def memory_is_known(cluster: ClusterSpec) -> bool:
+    """Whether the memory of devices is more than a guess."""
+    measured = ("memory.memory_gib" in dict(group.figures) for group in cluster.groups)
+    return all(
+        group.hardware.kind != "cpu" or known
+        for group, known in zip(cluster.groups, measured, strict=True)
+    )
+
+
 def _read_tier(table: Table) -> Tier:
     keys = [figure.key for figure in TIER]
     table.check_keys(keys, keys)

@@ -35,6 +35,8 @@ class CompileOptions:
 
     Attributes:
         planner: Makes the plan, on all ranks at the same time; None to follow the constraints.
+        fit: Makes a plan for other inputs one for those of the first step, on all ranks alike;
+            None to refuse it.
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -48,6 +50,7 @@ class CompileOptions:
     check_finite: bool = True
     float64: bool = False
     planner: Callable[[Traced], Plan] | None = None
+    fit: Callable[[Plan, Traced], Plan] | None = None
 
 
 def make_placements(
@@ -61,9 +64,10 @@ def make_placements(
     """
     if options.plan is not None:
         options.plan.device_mesh.check_world_size(world_size)
-        sharded = apply_plan(options.plan, traced.graph)
+        plan = options.plan if options.fit is None else options.fit(options.plan, traced)
+        sharded = apply_plan(plan, traced.graph)
         refuse_unkeyed_random(traced.graph, sharded.factors, world_size)
-        return options.plan, sharded
+        return plan, sharded
     if options.planner is not None and traced.loss is not None:
         plan = options.planner(traced)
         plan.device_mesh.check_world_size(world_size)

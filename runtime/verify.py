@@ -34,7 +34,7 @@ from autopar.runtime.comm_threads import run_threads
 from autopar.runtime.compiled import CompiledModel, CompileOptions
 from autopar.runtime.execution import Execution
 from autopar.runtime.launch import LocalRanks
-from autopar.runtime.loader import load_planned
+from autopar.runtime.loader import LoadedModel, load_planned
 from autopar.runtime.optimizers import optimizer_factory
 from autopar.runtime.reference import (
     Device,
@@ -210,10 +210,17 @@ def _state(compiled: CompiledModel, comm: Communicator, task: VerifyTask) -> dic
     return state
 
 
+def _load(target: str, plan: Plan | None) -> LoadedModel:
+    """The model of a target, with the same random weights in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return load_planned(target, plan)
+
+
 def verify_on_rank(comm: Communicator, task: VerifyTask) -> dict[str, Any] | None:
     """Body of one rank; rank 0 returns the state, the others None."""
     if task.target is not None:
-        loaded = load_planned(task.target, task.options.plan)
+        loaded = _load(task.target, task.options.plan)
         options = replace(task.options, loss_fn=loaded.loss_fn)
         task = replace(
             task, model=loaded.model, args=loaded.args, kwargs=loaded.kwargs, options=options
@@ -315,7 +322,7 @@ def verify(
     """
     _check_call(args, kwargs, steps)
     if isinstance(model, str):
-        loaded = load_planned(model, plan)
+        loaded = _load(model, plan)
         source, target = loaded.model, model
         args, kwargs, loss_fn = loaded.args, loaded.kwargs, loaded.loss_fn
     else:

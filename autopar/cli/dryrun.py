@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     ranks = read_ranks(options.ranks, plan.device_mesh.size)
 
+    from autopar.planning import fitted
     from autopar.runtime.dryrun import dry_run
     from autopar.runtime.dryrun_report import as_json, as_text
     from autopar.runtime.loader import load_planned
@@ -57,6 +58,9 @@ def run(options: argparse.Namespace) -> int:
 
     loaded = load_planned(options.model, plan)
     traced = trace(loaded.model, loaded.args, dict(loaded.kwargs), loaded.loss_fn)
+    fit = fitted(plan, traced)
+    shared.tell_changes(plan, fit)
+    plan = fit
     found = dry_run(
         traced,
         plan,

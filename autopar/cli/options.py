@@ -17,6 +17,7 @@ from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
     from autopar.cost_models.cluster import ClusterSpec
+    from autopar.plan.plan import Plan
 
 DEFAULT_RANKS = 4
 EXTRAS = ("microbatches", "schedule", "chunks", "zero", "recompute")
@@ -203,6 +204,19 @@ def check_writable(path: str) -> None:
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else f"is in no folder: no {str(target.parent)!r}"
         raise InputError(f"output {path!r} {what}", expected="a file in an existing folder")
+
+
+def tell_changes(before: Plan | None, after: Plan) -> None:
+    """Say on standard error what has become of a plan that met inputs of other sizes.
+
+    Args:
+        before: The plan as it was given, if one was.
+        after: The plan that was carried out.
+    """
+    from autopar.planning import changes
+
+    if before is not None and (text := changes(before, after)):
+        print(text, file=sys.stderr)
 
 
 def _read_constraints(

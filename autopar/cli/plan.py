@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from autopar.search.whatif import Change
     from autopar.sharding.mesh import Mesh
 
+NO_FIT = (
+    "note: whether it fits is not known, as the memory of these CPUs is not measured: "
+    "`autopar profile -o cluster.yaml` measures this machine, and --cluster cluster.yaml plans "
+    "for it"
+)
+NO_LOSS = (
+    "note: no time and no memory is predicted, as the model returns no loss, so that there is no "
+    "backward to price: return a scalar, or give loss_fn beside the model"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
@@ -83,12 +93,7 @@ def run(options: argparse.Namespace) -> int:
     )
     _write(options, plan, [])
     if found is None and options.cluster:
-        print(
-            "no prediction: the model returns no loss, or the memory of these CPUs is not measured;"
-            " return the loss (or give loss_fn), and for CPUs plan with the file that"
-            " `autopar profile -o cluster.yaml` writes",
-            file=sys.stderr,
-        )
+        print(NO_FIT if plan.forecast is not None else NO_LOSS, file=sys.stderr)
     try:
         if found is not None:
             found.refuse_unless_fits()

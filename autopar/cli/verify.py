@@ -59,7 +59,16 @@ def run(options: argparse.Namespace) -> int:
         mesh, constraints = shared.read_choices(options)
 
     from autopar import api
+    from autopar.planning import fitted
+    from autopar.runtime.loader import load_planned
+    from autopar.trace import trace
 
+    if plan is not None:
+        asked = plan
+        loaded = load_planned(target, asked)
+        traced = trace(loaded.model, loaded.args, dict(loaded.kwargs), loaded.loss_fn)
+        plan = fitted(asked, traced)
+        shared.tell_changes(asked, plan)
     report = api.verify(
         target,
         mesh=mesh,

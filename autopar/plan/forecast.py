@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from autopar.plan.shapes import LARGEST, Range
+from autopar.units import format_bytes
 
 SignedBytes = Annotated[int, Range(low=-LARGEST)]
 Signed = Annotated[float, Range(low=-LARGEST)]
@@ -396,3 +397,14 @@ class Forecast:
     def fullest(self) -> RankForecast:
         """The pipeline rank with least room."""
         return max(self.ranks, key=lambda rank: (rank.over_bytes, -rank.rank))
+
+
+def room_words(forecast: Forecast) -> str:
+    """Whether the plan fits, in words."""
+    if not forecast.ranks or forecast.fullest.capacity_bytes is None:
+        return "memory of the devices is not known"
+    full = forecast.fullest
+    where = f" on pipeline rank {full.rank}" if len(forecast.ranks) > 1 else ""
+    if full.over_bytes > 0:
+        return f"DOES NOT FIT: over by {format_bytes(full.over_bytes)}{where}"
+    return f"fits, {format_bytes(-full.over_bytes)} free at least{where}"

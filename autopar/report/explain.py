@@ -10,11 +10,17 @@ from rich.text import Text
 
 from autopar.cost_models.explain import Part
 from autopar.errors import InputError
-from autopar.plan.forecast import CertificateForecast, ChangeForecast, Forecast, RankForecast
+from autopar.plan.forecast import (
+    CertificateForecast,
+    ChangeForecast,
+    Forecast,
+    RankForecast,
+    room_words,
+)
 from autopar.plan.plan import Plan
 from autopar.report.alternatives import WhyNot, memory_words, signed, time_words, why_not
 from autopar.report.overview import axes, current_forecast
-from autopar.report.show import NO_FORECAST, STALE, room_words
+from autopar.report.show import NO_FORECAST, STALE
 from autopar.report.terminal import Page, clean, percent
 from autopar.report.trees import memory_of_rank, over, time_of_rank, time_of_stage
 from autopar.units import counted, format_bytes, format_seconds

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from autopar.cost_models.replay import timeline_of
-from autopar.plan.forecast import CertificateForecast, Forecast
+from autopar.plan.forecast import CertificateForecast, Forecast, room_words
 from autopar.plan.plan import Plan, UnruledOp
 from autopar.report.fold import Folded, fold
 from autopar.report.overview import (
@@ -190,17 +190,6 @@ def _predicted(forecast: Forecast, plan: Plan) -> str:
         each = rate / plan.device_mesh.size
         words.append(f"{format_count(rate)} {unit}/s, {format_count(each)} per device")
     return "; ".join([*words, room_words(forecast)])
-
-
-def room_words(forecast: Forecast) -> str:
-    """Whether the plan fits, in words."""
-    if not forecast.ranks or forecast.fullest.capacity_bytes is None:
-        return "memory of the devices is not known"
-    full = forecast.fullest
-    where = f" on pipeline rank {full.rank}" if len(forecast.ranks) > 1 else ""
-    if full.over_bytes > 0:
-        return f"DOES NOT FIT: over by {format_bytes(full.over_bytes)}{where}"
-    return f"fits, {format_bytes(-full.over_bytes)} free at least{where}"
 
 
 def certificate_line(proof: CertificateForecast | None) -> str:

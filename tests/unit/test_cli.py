@@ -74,6 +74,34 @@ def test_bad_input_exits_with_two_and_says_why(words, message, capsys):
     assert message in json.loads(capsys.readouterr().out)["error"]["what"]
 
 
+MODELS = """
+import torch
+from torch import nn
+
+def silent():
+    return nn.Linear(4, 4), (torch.zeros(4, 4),), {}
+
+def loud():
+    return {"model": nn.Linear(4, 4), "args": (torch.zeros(4, 4),), "loss_fn": loss}
+
+def loss(outputs, *inputs):
+    return outputs.square().mean()
+"""
+
+
+def test_why_something_is_not_predicted_is_said(tmp_path, capsys):
+    (tmp_path / "models.py").write_text(MODELS)
+    words = ["--cluster", "2xcpu", "--mesh", "dp=2", "--strategy", "ddp"]
+    assert main(["plan", f"{tmp_path / 'models.py'}:silent", *words]) == 0
+    shown = capsys.readouterr()
+    assert "the model returns no loss" in shown.err and "give loss_fn" in shown.err
+    assert "not measured" not in shown.err
+    assert main(["plan", f"{tmp_path / 'models.py'}:loud", *words]) == 0
+    shown = capsys.readouterr()
+    assert "whether it fits is not known" in shown.err and "autopar profile" in shown.err
+    assert "time of a step (predicted)" in shown.out and "no loss" not in shown.err
+
+
 def run_autopar(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "autopar.cli.main", *words],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.cli.main import main
+from autopar.cost_models.cluster import ClusterSpec
 from autopar.errors import InputError, PlanError
 from autopar.graph.ir import Graph
 from autopar.plan.build import apply_plan, make_plan
@@ -20,6 +21,7 @@ from autopar.plan.diff import differences
 from autopar.plan.fingerprint import fingerprint, is_of, structure
 from autopar.plan.keys import op_keys
 from autopar.plan.plan import Plan
+from autopar.planning import changes, fitted
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.trace import trace
@@ -121,6 +123,51 @@ def first(outputs: Tensor, x: Tensor) -> Tensor:
 def test_another_batch_is_refused_with_the_way_out():
     with pytest.raises(PlanError, match=r"autopar reprice.*another batch"):
         apply_plan(plan(), graph(batch=32))
+
+
+def test_a_plan_on_another_batch_or_cluster_is_priced_anew():
+    same = trace(Mlp(), (torch.zeros(16, 8),), {}, None)
+    other = trace(Mlp(), (torch.zeros(64, 8),), {}, None)
+    assert fitted(plan(), same) is plan() and changes(plan(), plan()) == ""
+    assert fitted(plan(), same, cluster=ClusterSpec.parse("2x2xA100")) is plan()
+    made = fitted(plan(), other)
+    assert made.forecast is not None and made.forecast.global_batch_size == 64
+    text = changes(plan(), made)
+    assert "float32[16, 8] -> float32[64, 8]" in text and "step: " in text and "%)" in text
+    apply_plan(made, other.graph)
+    moved = fitted(plan(), same, cluster=ClusterSpec.parse("4xV100"))
+    assert "cluster: 2x2xA100 -> 4xV100" in changes(plan(), moved)
+    bare = fitted(replace(plan(), forecast=None), other)
+    assert bare.forecast is None and "float32[64, 8]" in changes(plan(), bare)
+
+
+def test_only_what_cannot_hold_is_refused():
+    large = trace(Mlp().to("meta"), (torch.zeros(2**32, 8, device="meta"),), {}, None)
+    with pytest.raises(PlanError, match="does not fit"):
+        fitted(plan(), large, must_fit=True)
+    made = fitted(plan(), large)
+    assert made.forecast is not None and not made.forecast.fits
+    assert "DOES NOT FIT" in changes(plan(), made)
+    odd = trace(Mlp(), (torch.zeros(15, 8),), {}, None)
+    with pytest.raises(PlanError, match="15 does not divide into 2 microbatches"):
+        apply_plan(fitted(plan(), odd), odd.graph)
+    renamed = trace(Mlp(("up", "down")), (torch.zeros(64, 8),), {}, None)
+    with pytest.raises(PlanError, match=r"rise\.weight"):
+        fitted(plan(), renamed)
+    with pytest.raises(PlanError, match="the computation differs"):
+        fitted(plan(), trace(Other(), (torch.zeros(64, 8),), {}, None))
+
+
+def test_a_plan_file_trains_on_another_batch(tmp_path, caplog):
+    made, _ = api.plan_and_predict(
+        Mlp(), "1xA100", (torch.zeros(16, 8),), mesh="dp=1", constraints="ddp"
+    )
+    made.save(tmp_path / "plan.json")
+    compiled = api.compile(Mlp(), plan=tmp_path / "plan.json")
+    loss = compiled.step(torch.ones(4, 8))
+    assert loss.isfinite() and compiled.plan.inputs == (("args[0]", "float32[4, 8]"),)
+    assert "float32[16, 8] -> float32[4, 8]" in caplog.text
+    assert "its step takes" in caplog.text and "(predicted; fits" in caplog.text
 
 
 def test_fingerprints_of_the_first_version_hold():
