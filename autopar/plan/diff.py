@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autopar.plan.fold import fold
 from autopar.plan.forecast import Forecast, RankForecast
 from autopar.plan.plan import ParameterPlan, Plan
 from autopar.plan.shapes import shown
 from autopar.sharding.mesh import Mesh
-from autopar.units import counted, format_bytes, format_seconds
+from autopar.units import format_bytes, format_seconds
 
-_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 NONE = "-"
 """What stands for something that one of the plans lacks."""
 MOST_LINES = 12
@@ -114,10 +113,10 @@ def _patterns(first: tuple[str, ...], second: tuple[str, ...]) -> Iterator[Diffe
     if set(first) == set(second):
         yield from _if_other("recompute", "order", " ".join(first), " ".join(second))
         return
-    for numbers, pattern in fold(item for item in first if item not in second):
-        yield Difference(part="recompute", name=pattern, before=f"again{numbers}", after=NONE)
-    for numbers, pattern in fold(item for item in second if item not in first):
-        yield Difference(part="recompute", name=pattern, before=NONE, after=f"again{numbers}")
+    for item in fold(pattern for pattern in first if pattern not in second):
+        yield Difference(part="recompute", name=item.text, before="again", after=NONE)
+    for item in fold(pattern for pattern in second if pattern not in first):
+        yield Difference(part="recompute", name=item.text, before=NONE, after="again")
 
 
 def _some(found: list[Difference], part: str, name: str) -> Iterator[Difference]:
@@ -138,9 +137,9 @@ def _ops(first: Plan, second: Plan) -> Iterator[Difference]:
         if one != two:
             groups.setdefault((one, two), []).append(key)
     found = [
-        Difference(part="ops", name=pattern + numbers, before=one, after=two)
+        Difference(part="ops", name=item.text, before=one, after=two)
         for (one, two), keys in groups.items()
-        for numbers, pattern in fold(keys)
+        for item in fold(keys)
     ]
     yield from _some(found, "ops", "ops")
 
@@ -158,8 +157,8 @@ def _parameters(first: Plan, second: Plan) -> Iterator[Difference]:
         if words[0] != words[1]:
             groups.setdefault((words[0], words[1]), []).append(fqn)
     for (before, after), names in groups.items():
-        for numbers, pattern in fold(names):
-            yield Difference(part="parameters", name=pattern + numbers, before=before, after=after)
+        for item in fold(names):
+            yield Difference(part="parameters", name=item.text, before=before, after=after)
 
 
 def _stored(
@@ -170,42 +169,6 @@ def _stored(
     if one is None or two is None or (one.shape, one.dtype) != (two.shape, two.dtype):
         text = f"{item.dtype}{list(item.shape)} {text}"
     return text
-
-
-def fold(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Names that differ in numbers only, as patterns.
-
-    Args:
-        names: Names such as ``layers.3.mlp.weight``.
-
-    Returns:
-        For each pattern what its numbers are, and the pattern: ``(" (0-95)", "layers.*.mlp")``;
-        names without a number, or alone, as they are.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_NUMBER.sub("*", name.partition("#")[0]), []).append(name)
-    found = []
-    for pattern, members in groups.items():
-        if len(members) == 1:
-            found.append(("", members[0]))
-            continue
-        numbers = sorted({int(n[:18]) for name in members for n in _NUMBER.findall(name)[:1]})
-        found.append(
-            (f" ({ranges(numbers)})" if numbers else (f" ({counted(len(members), 'op')})"), pattern)
-        )
-    return found
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers in short, such as ``0-11, 13``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs)
 
 
 def _predicted(first: Forecast | None, second: Forecast | None) -> Iterator[Difference]:

@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 
+from autopar.plan.fold import fold, siblings
 from autopar.plan.forecast import ClusterForecast, Forecast
 from autopar.plan.forecast_lint import is_stale
 from autopar.plan.plan import ParameterPlan, Plan
 from autopar.plan.strategies import prime_factors
-from autopar.report.fold import fold, siblings
 
 _BLOCK = re.compile(r"^(?P<block>(?:.*?\.)?)(?P<number>0|[1-9]\d{0,8})(?P<rest>\..*|$)")
 _MOST = 2**63 - 1

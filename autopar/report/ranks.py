@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.plan.fold import numbers_text, runs_of
 from autopar.plan.forecast import Forecast, RankForecast
 from autopar.plan.plan import Plan
-from autopar.report.fold import numbers_text, runs_of
 from autopar.report.trees import over
 from autopar.schedules.steady import stage_ranks
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.text import Text
 
 from autopar.cost_models.replay import timeline_of
+from autopar.plan.fold import Folded, fold
 from autopar.plan.forecast import CertificateForecast, Forecast, room_words
 from autopar.plan.plan import Plan, UnruledOp
-from autopar.report.fold import Folded, fold
 from autopar.report.overview import (
     AxisView,
     ParameterView,

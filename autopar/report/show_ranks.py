@@ -8,9 +8,9 @@ from rich.text import Text
 
 from autopar.cost_models.simulate import Timeline
 from autopar.errors import AutoparError
+from autopar.plan.fold import span_text
 from autopar.plan.forecast import Forecast, RankForecast
 from autopar.plan.plan import Plan
-from autopar.report.fold import span_text
 from autopar.report.ranks import MOST_RUNS, RanksView, ranks, time_parts
 from autopar.report.room import Room
 from autopar.report.terminal import STYLES, Cell, Page, bar, percent

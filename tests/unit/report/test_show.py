@@ -15,9 +15,11 @@ from rich.text import Text
 
 from autopar.cli.main import main
 from autopar.plan.codec import read_plan
+from autopar.plan.diff import differences, lines
 from autopar.plan.fingerprint import choices_digest
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.report.explain import explain, explain_json
+from autopar.report.lacking import lacking
 from autopar.report.ranks import kinds, ranks, time_parts
 from autopar.report.show import show, show_json
 from autopar.report.terminal import Page, bar, clean
@@ -117,7 +119,7 @@ def test_hostile_names_are_written_out():
 def test_any_valid_plan_is_shown(names: tuple[str, ...]):
     small = [file.read_text(encoding="utf-8") for file in sorted(PLANS.glob("*.json"))]
     mutator = Mutator([plan_text(name) for name in names] or small, seed=1)
-    seen, count = 0, 3000 if names else 15
+    seen, count, other = 0, 3000 if names else 15, stored("interleaved")
     while seen < count:
         try:
             plan, faults = read_plan(mutator.next().decode())
@@ -134,6 +136,9 @@ def test_any_valid_plan_is_shown(names: tuple[str, ...]):
             assert max(map(cell_len, text.splitlines()), default=0) <= width
             assert "\x1b" not in text
         json.dumps([show_json(plan), explain_json(plan)])
+        assert all(fault.warning for fault in lacking(plan))
+        for pair in ((other, plan), (plan, other)):
+            assert all(line.isprintable() for line in lines(differences(*pair)))
 
 
 def test_predictions_of_other_choices_are_not_shown():

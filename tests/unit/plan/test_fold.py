@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.report.fold import fold, numbers_text, runs_of, siblings
+from autopar.plan.fold import fold, numbers_text, runs_of, siblings
 
 
 def test_layers():
