@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.messages import Wires
 from autopar.schedules.make import SCHEDULES
-from autopar.schedules.steady import least_live
 from autopar.search.candidates import Candidates, Edges, Stages
 from autopar.search.chain_bounds import (
     Chain,
@@ -45,6 +44,7 @@ class Bounds(Candidates):
     _totals: dict[object, Totals | None] = field(default_factory=dict)
     _largest: dict[object, Point] = field(default_factory=dict)
     _wholes: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _paths: dict[object, float] = field(default_factory=dict)
     _uniform_room: float | None = None
     _extra: dict[object, float] = field(default_factory=dict)
     _edges: dict[Point, Edges | None] = field(default_factory=dict)
@@ -125,15 +125,21 @@ class Bounds(Candidates):
     def _cheap(
         self, point: Point, totals: Totals, share: float, lightest: bool, limit: float
     ) -> float:
+        found = self._worked_evenly(point, totals, share, lightest, 0.0)
+        if limit <= found < math.inf:
+            return found
         again = self._again_s(point, totals, share, 3 if lightest else point.zero, limit)
-        if math.isinf(again):
-            return again
-        work, late = self._microbatch(point, totals, share, lightest, again)
-        ranks, microbatches, speed = point.pipeline, point.microbatches, self.problem.software.speed
-        chain = totals.chain * share
-        path = float(kernel_seconds(chain[0], speed)[0])  # a microbatch through all stages
-        if not SCHEDULES[point.schedule].splits_backward:
-            path += float(kernel_seconds(chain[1] + chain[2], speed)[0])
+        if again == 0 or math.isinf(again):
+            return found + again
+        return self._worked_evenly(point, totals, share, lightest, again)
+
+    def _worked_evenly(
+        self, point: Point, totals: Totals, share: float, lightest: bool, again_s: float
+    ) -> float:
+        """Seconds of a step at least if each rank has as much to do as is best."""
+        work, late = self._microbatch(point, totals, share, lightest, again_s)
+        ranks, microbatches = point.pipeline, point.microbatches
+        path = self._path(totals, share, not SCHEDULES[point.schedule].splits_backward)
         took = microbatches * work - late
         found = max(path, took / ranks)
         if point.schedule == "1f1b" and microbatches > ranks:
@@ -146,6 +152,15 @@ class Bounds(Candidates):
                 found = max(found, even)
         return found * self.sharing()
 
+    def _path(self, totals: Totals, share: float, whole: bool) -> float:
+        """Seconds of a microbatch through all stages, and back if a backward is one program."""
+        key = (id(totals), share, whole)
+        if key not in self._paths:
+            chain, speed = totals.chain * share, self.problem.software.speed
+            back = float(kernel_seconds(chain[1] + chain[2], speed)[0]) if whole else 0.0
+            self._paths[key] = float(kernel_seconds(chain[0], speed)[0]) + back
+        return self._paths[key]
+
     def _again_s(
         self, point: Point, totals: Totals, share: float, zero: int, limit: float
     ) -> float:
@@ -154,22 +169,8 @@ class Bounds(Candidates):
         room = (self._room(point) - self.held(point, totals, zero)) / saved
         if totals.most_bytes * point.microbatches <= room:
             return 0.0
-        live = self._live_at_least(point, totals, share, limit)
+        live = totals.live_at_least(point, share, limit / self.sharing())
         return totals.relief.least_s(live, float(live @ totals.kept_bytes) - room) * share
-
-    def _live_at_least(self, point: Point, totals: Totals, share: float, limit: float) -> Floats:
-        """For every unit the microbatches at least whose saved memory is live at once.
-
-        A rank works no longer than the limit, so that a unit with much behind it is in a stage with
-        many behind it.
-        """
-        ranks, count = point.pipeline, point.microbatches
-        if point.schedule != "1f1b" or math.isinf(limit):
-            least = least_live(point.schedule, ranks, count, point.chunks) / point.chunks
-            return np.full(len(totals.after), least)
-        longest = limit / self.sharing() / count
-        stage = np.floor(ranks - totals.after * share / longest * (1 - 1e-9))
-        return np.clip(ranks - np.maximum(stage, 0), 1, min(ranks, count))
 
     def _room(self, point: Point) -> float:
         """Memory for tensors on all ranks of a pipeline."""

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.pricing import Speed
+from autopar.schedules.steady import least_live
 from autopar.search.seconds import durations, kernel_seconds
+from autopar.search.space import Point
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable
 
@@ -155,3 +157,21 @@ class Totals:
             least_bytes=float(least.sum()),
             lean_s=float(relief.device_s.sum()) * ROUNDED if common else 0.0,
         )
+
+    def live_at_least(self, point: Point, share: float, limit: float) -> Floats:
+        """For every unit the microbatches at least whose saved memory is live at once.
+
+        A rank works no longer than the limit, so that a unit with much behind it is in a stage with
+        many behind it.
+
+        Args:
+            point: The point.
+            share: Samples of its microbatches, over those of this table.
+            limit: Seconds of a step; slower ones do not count.
+        """
+        ranks, count = point.pipeline, point.microbatches
+        if point.schedule != "1f1b" or math.isinf(limit):
+            least = least_live(point.schedule, ranks, count, point.chunks) / point.chunks
+            return np.full(len(self.after), least)
+        stage = np.floor(ranks - self.after * share / (limit / count) * (1 - 1e-9))
+        return np.clip(ranks - np.maximum(stage, 0), 1, min(ranks, count))
