@@ -17,14 +17,18 @@ import torch
 from torch import fx, nn
 
 from autopar.graph.ir import Arg, Node, Ref, Token
+from autopar.graph.routing import GROUPED
+from autopar.runtime.lower_routed import Order, SortedRows
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.microbatch import set_moment
 from autopar.runtime.operators import constant, on_device, resolve
 from autopar.runtime.programs.program import Slot
 from autopar.runtime.reshard import Reshard
 from autopar.runtime.special import bind_special
+from autopar.runtime.special.routing import multiply
 from autopar.sharding.choices import CallPlacement, Choices
 from autopar.sharding.placement import Pair, Placements
+from autopar.sharding.rule import OpRule
 from autopar.sharding.sharded import ShardedGraph
 
 Custom = Callable[[str], Callable[..., Any]]
@@ -92,26 +96,41 @@ class _Lowering:
         self.local: dict[str, fx.Node] = {}
         self.moved: dict[tuple[str, Pair], fx.Node] = {}
         self.origins: dict[str, str] = {}
+        self.sorted = SortedRows(self.fx.call_function)
 
     def add_module(self, prefix: str, module: nn.Module) -> str:
         name = f"{prefix}_{len(self.root._modules)}"
         self.root.add_module(name, module)
         return name
 
+    def pair(self, name: str, pair: Pair) -> Pair:
+        """`pair` as far as it matters for `name`."""
+        trained = self.sharded.graph.spec(name).requires_grad
+        return pair if trained else Pair(pair.forward, ())
+
+    def is_placed(self, name: str, want: Pair) -> bool:
+        """Whether `name` lies as `want` where it is made."""
+        return self.pair(name, self.pairs[name]) == self.pair(name, want)
+
     def value(self, name: str, want: Pair) -> fx.Node:
         """The fx node of `name`, placed as `want`."""
-        have = self.pairs[name]
-        spec = self.sharded.graph.spec(name)
-        if not spec.requires_grad:
-            have, want = Pair(have.forward, ()), Pair(want.forward, ())
+        have, want = self.pair(name, self.pairs[name]), self.pair(name, want)
+        local = self.sorted.restored(name, self.local[name])
         if have == want:
-            return self.local[name]
+            return local
         key = (name, want)
         if key not in self.moved:
-            module = Reshard(have, want, spec.shape, self.context)
+            module = Reshard(have, want, self.sharded.graph.spec(name).shape, self.context)
             target = self.add_module("reshard", module)
-            self.moved[key] = self.fx.call_module(target, (self.local[name],))
+            self.moved[key] = self.fx.call_module(target, (local,))
         return self.moved[key]
+
+    def operands(self, node: Node, call: CallPlacement, sort: bool) -> list[fx.Node]:
+        """Operands, placed; those that are sorted stay so if `sort`."""
+        return [
+            self.local[name] if sort and self.sorted.of(name) else self.value(name, pair)
+            for name, pair in zip(node.operands, call.operands, strict=True)
+        ]
 
     def shape(self, name: str, placements: Placements) -> tuple[int, ...]:
         return self.context.grid.local_shape(self.sharded.graph.spec(name).shape, placements)
@@ -120,17 +139,15 @@ class _Lowering:
         node = on_device(node, self.context.comm.device)
         rule = self.sharded.factors.rules[index]
         choices, call = self.sharded.choices[index], self.sharded.calls[index]
-        refs = iter(
-            [
-                self.value(name, pair)
-                for name, pair in zip(node.operands, call.operands, strict=True)
-            ]
-        )
-        args, kwargs = self.arguments(node, call, refs)
+        if node.op == GROUPED:
+            self.emit_grouped(node, call)
+            return
         split = {choice.unit.letter for choice in choices if choice.unit is not None}
         special = rule is not None and (
             rule.special or any(letter.special and letter.name in split for letter in rule.letters)
         )
+        order = None if special else self.shared_order(node, rule, call)
+        args, kwargs = self.arguments(node, call, self.operands(node, call, order is not None))
         if special:
             made = self.emit_special(node, choices, index)
         elif node.op.startswith("autopar."):
@@ -151,6 +168,37 @@ class _Lowering:
         for position, value in enumerate(node.outputs):
             self.local[value.name] = self.fx.call_function(operator.getitem, (made, position))
             self.origins[self.local[value.name].name] = node.name
+
+    def shared_order(self, node: Node, rule: OpRule | None, call: CallPlacement) -> Order | None:
+        """The order by which the operands of `node` are sorted and may stay, and its results."""
+        if not all(map(self.is_placed, node.operands, call.operands)):
+            return None
+        order = self.sorted.shared(node, rule, self.sharded.graph.spec)
+        if order is not None:
+            for value in node.outputs:
+                self.sorted.mark(value.name, order)
+        return order
+
+    def emit_grouped(self, node: Node, call: CallPlacement) -> None:
+        """A product of rows with the matrix of their group; the result's rows stay sorted."""
+        rows, weight, ids = node.operands
+        repeat, op = node.args[3:5]
+        assert isinstance(repeat, int) and isinstance(op, str)
+        groups = self.sharded.graph.spec(weight).shape[0]
+        order = self.sorted.order(self.value(ids, call.operands[2]), groups)
+        if self.sorted.of(rows) is order and self.is_placed(rows, call.operands[0]):
+            source = self.local[rows]
+        else:
+            source = self.sorted.sort(self.value(rows, call.operands[0]), order, repeat)
+        args = (source, self.value(weight, call.operands[1]), order.ends, op)
+        if node.context:
+            module = _Autocast(multiply, node.context)
+            made = self.fx.call_module(self.add_module("autocast", module), args)
+        else:
+            made = self.fx.call_function(multiply, args)
+        self.origins[made.name] = node.name
+        self.local[node.name] = made
+        self.sorted.mark(node.name, order)
 
     def widened(self, node: Node) -> bool:
         """Whether `node` should make float64 of what torch gives the default dtype.

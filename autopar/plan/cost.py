@@ -16,6 +16,7 @@ _CONTRACTIONS = frozenset(
     (
         "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "bilinear", "einsum", "dot", "mv",
         "addmv", "vdot", "inner", "tensordot", "_grouped_mm", "grouped_mm_fallback",
+        "grouped_mm",
     )
 )  # fmt: skip
 _LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))

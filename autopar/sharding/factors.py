@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from autopar.graph.blocks import Block, find_blocks
 from autopar.graph.ir import Graph, Node, Ref, map_refs
+from autopar.graph.routing import GROUPED
 from autopar.sharding.rule import Letter, OpRule, rule_for
 
 
@@ -324,7 +325,7 @@ class _Names:
 
 
 _EMBEDDING = "aten.embedding.default"
-_LINEAR = ("aten.linear.default", "aten.addmm.default", "aten.mm.default")
+_LINEAR = ("aten.linear.default", "aten.addmm.default", "aten.mm.default", GROUPED)
 
 
 def _from_inputs(graph: Graph) -> set[str]:

@@ -19,6 +19,7 @@ from autopar.graph.canonical import canonicalise
 from autopar.graph.dce import number, remove_dead
 from autopar.graph.functional import functionalise, memory
 from autopar.graph.ir import Graph, Output
+from autopar.graph.routing import route
 from autopar.graph.verify import verify
 from autopar.trace import compat
 from autopar.trace.capture import Capture, capture, convert
@@ -472,7 +473,7 @@ def _canonical(raw: Capture, session: _Session, state: ModelState) -> Graph:
     roots, written = memory(raw.graph, raw.copies)
     if bodies_are_pure(raw.graph, roots, written):
         graph = functionalise(raw.graph, frozenset(raw.copies))
-        graph = canonicalise(graph, GradientFlags())
+        graph = route(canonicalise(graph, GradientFlags()))
         with contextlib.suppress(InexactError):
             return expand(graph, set(), repeater, names, exact=True)
     graph = expand(raw.graph, raw.copies, repeater, names, exact=False)
@@ -480,4 +481,4 @@ def _canonical(raw: Capture, session: _Session, state: ModelState) -> Graph:
 
 
 def _cleaned(graph: Graph, copies: set[str]) -> Graph:
-    return number(remove_dead(canonicalise(functionalise(graph, frozenset(copies)))))
+    return number(remove_dead(route(canonicalise(functionalise(graph, frozenset(copies))))))

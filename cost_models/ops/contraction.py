@@ -162,9 +162,14 @@ def _bilinear(call: OpCall) -> Sequence[Local]:
 
 @expansion("grouped_mm_fallback _grouped_mm")
 def _grouped_mm(call: OpCall) -> Sequence[Local]:
-    """Rows sorted by group, a matrix per group: ``s k, e k n -> s n``."""
     source, weight, *ends = call.operands
-    tape = call.tape
+    return (grouped_product(call.tape, source, weight, ends, call.dtype),)
+
+
+def grouped_product(
+    tape: Tape, source: Local, weight: Local, ends: Sequence[Local], dtype: str
+) -> Local:
+    """Rows sorted by group, a matrix per group: ``s k, e k n -> s n``."""
     (rows, k), (groups, _, n) = source.shape, weight.shape
     each = -(-rows // groups)
     sizes = (groups, each, n, k)
@@ -177,7 +182,7 @@ def _grouped_mm(call: OpCall) -> Sequence[Local]:
         tape.last().flops = flops
         return out
 
-    like = Local((rows, n), call.dtype, source.memory)
+    like = Local((rows, n), dtype, source.memory)
     out = product((source, weight, *ends), like, sizes)
 
     def backward(grads: list[Local | None]) -> Sequence[Local | None]:
@@ -188,10 +193,10 @@ def _grouped_mm(call: OpCall) -> Sequence[Local]:
         second = (
             product((source, grad, *ends), weight, (groups, k, n, each)) if weight.trains else None
         )
-        return [first, second, *[None] * (len(call.operands) - 2)]
+        return [first, second, *[None] * len(ends)]
 
-    tape.record((out,), call.operands, backward)
-    return (out,)
+    tape.record((out,), (source, weight, *ends), backward)
+    return out
 
 
 @expansion("einsum")

@@ -11,6 +11,7 @@ from autopar.runtime.special import (  # noqa: F401  (imported to register)
     position,
     random,
     reduction,
+    routing,
 )
 from autopar.runtime.special.base import (
     SPECIALS,

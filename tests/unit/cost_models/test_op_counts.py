@@ -25,7 +25,8 @@ APART = {
     "aten.argsort.default", "aten.argsort.stable", "aten.isfinite.default",
     "aten.isclose.default", "aten.index_add.default", "aten.index_copy.default",
     "aten.div.Tensor_mode", "aten.sgn.default",
-    "transformers.grouped_mm_fallback.default", "aten.embedding_bag.default",
+    "transformers.grouped_mm_fallback.default", "autopar_routing.grouped_mm.default",
+    "aten.embedding_bag.default",
     # Several ops, of which this package sees one.
     "aten.special_ndtr.default", "aten.special_ndtri.default", "aten.ldexp.Tensor",
     "aten.nanmean.default", "aten.linalg_norm.default", "aten.scatter_reduce.two",

@@ -6,6 +6,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 from torch import Tensor
 
+from autopar.graph.routing import GROUPED
 from tests.unit.sharding.samples import Draw, Sample, sample
 from tests.unit.sharding.samples_pointwise import keyed
 
@@ -76,6 +77,10 @@ def distances() -> list[Sample]:
     ends, w3 = torch.tensor([2, 2, 5, 7]), d.normal(4, 6, 4)
     found += [sample("transformers.grouped_mm_fallback.default", d.normal(7, 6), w3, ends)]
     single = torch.float32
+    product = "transformers.grouped_mm_fallback.default"
+    for repeat, ids in ((1, [3, 0, 0, 3, 1, 3]), (2, [1, 1, 3, 0, 1, 2, 1, 3])):
+        rows = d.normal(len(ids) // repeat, 6)
+        found += [sample(GROUPED, rows, w3, torch.tensor(ids), repeat, product)]
     found += [
         sample(
             "_grouped_mm",
