@@ -74,6 +74,11 @@ def crowded(plan: Plan) -> Plan:
     )
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "trillion"])
+def test_stored_plans_hold_all_of_their_predictions(name: str):
+    assert not list(lacking(stored(name)))
+
+
 def test_what_is_left_out_is_counted():
     plan = crowded(stored("gpt3_pipeline"))
     text, whole = show(plan, 60), show(plan, 60, everything=True)
