@@ -26,7 +26,7 @@ from autopar.search.closing import close
 from autopar.search.polish import leanest, polished
 from autopar.search.problem import Candidate, Outcome, Problem, Question
 from autopar.search.refine import refine
-from autopar.search.result import Certificate, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.seconds import durations
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck, most_even
@@ -266,7 +266,9 @@ def _search(
     if state.best is not None and complete:
         state.best = _most_usual(state, lowest)
     if state.best is not None and op_level:
-        state.best = refine(problem, state.best, begun + time_limit_s)
+        with Interruptible(lambda: True) as refining:
+            state.best = refine(problem, state.best, begun + time_limit_s)
+        complete = complete and not refining.interrupted
     state.pruned["bound"] += len(state.open)
     return SearchResult(
         best=state.best,

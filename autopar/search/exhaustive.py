@@ -11,7 +11,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.closing import mixes_of
 from autopar.search.exact import best_candidate, describe_space
 from autopar.search.problem import Candidate, Outcome, Problem
-from autopar.search.result import Certificate, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.space import Point
 
 
@@ -25,17 +25,19 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
     begun = time.monotonic()
     best: Outcome | None = None
     complete, points = True, 0
-    for point in problem.space.points():
-        points += 1
-        if not complete:
-            continue
-        for candidate in candidates(problem, point):
-            if time.monotonic() - begun > time_limit_s:
-                complete = False
-                break
-            outcome = problem.outcome(candidate)
-            if outcome is not None and outcome.fits:
-                best = outcome if best is None or outcome.step_s < best.step_s else best
+    with Interruptible(lambda: best is not None) as walk:
+        for point in problem.space.points():
+            points += 1
+            if not complete:
+                continue
+            for candidate in candidates(problem, point):
+                if time.monotonic() - begun > time_limit_s:
+                    complete = False
+                    break
+                outcome = problem.outcome(candidate)
+                if outcome is not None and outcome.fits:
+                    best = outcome if best is None or outcome.step_s < best.step_s else best
+    complete = complete and not walk.interrupted
     bound = best.step_s if best is not None else math.inf
     return SearchResult(
         best=best,

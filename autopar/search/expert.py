@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from autopar.search.bounds import Bounds
 from autopar.search.exact import even_candidate
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import Certificate, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.space import Point
 from autopar.search.starts import is_expert
 
@@ -62,16 +62,20 @@ def over_grid(
     found: list[Outcome] = []
     best: Outcome | None = None
     complete = True
-    for bound, number in ordered:
-        limit = best.step_s if best is not None else math.inf
-        if bound >= limit or math.isinf(bound):
-            break
-        if time.monotonic() - begun > time_limit_s:
-            complete = False
-            break
-        for outcome in plans_of(bounds, points[number], limit):
-            found.append(outcome)
-            best = outcome if best is None or outcome.step_s < best.step_s else best
+    with Interruptible(lambda: best is not None) as walk:
+        for bound, number in ordered:
+            limit = best.step_s if best is not None else math.inf
+            if bound >= limit or math.isinf(bound):
+                break
+            if time.monotonic() - begun > time_limit_s:
+                complete = False
+                break
+            for outcome in plans_of(bounds, points[number], limit):
+                found.append(outcome)
+                best = outcome if best is None or outcome.step_s < best.step_s else best
+                if time.monotonic() - begun > time_limit_s:
+                    break
+    complete = complete and not walk.interrupted
     found.sort(key=lambda item: (item.step_s, item.candidate.point))
     return SearchResult(
         best=best,

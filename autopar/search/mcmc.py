@@ -16,7 +16,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.closing import close
 from autopar.search.exact import FEW_UNITS, best_candidate, even_candidate
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import Certificate, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.space import Point
 from autopar.search.starts import first_bounds, starts
 
@@ -48,30 +48,32 @@ def search(
     points = list(problem.space.points())
     neighbours, bounds = _Neighbours(points), Bounds(problem)
     state: State = (rng.choice(points), 0)
-    score = evaluate(problem, bounds, state)
+    score: tuple[float, Outcome | None] = (math.inf, None)
     best: Outcome | None = None
     found: list[Outcome] = []
     complete = True
-    for other in experts(problem, bounds):
-        value = evaluate(problem, bounds, other)
-        if value[0] < score[0]:
-            state, score = other, value
-    if score[1] is not None and score[1].fits:
-        best, found = score[1], [score[1]]
-    for number in range(plans):
-        if time.monotonic() - begun > time_limit_s:
-            complete = False
-            break
-        trial = _move(neighbours, state, len(problem.policies), rng)
-        value = evaluate(problem, bounds, trial)
-        warmth = FIRST * (LAST / FIRST) ** (number / plans)
-        if value[0] <= score[0] or rng.random() < math.exp((score[0] - value[0]) / warmth):
-            state, score = trial, value
-        outcome = value[1]
-        if outcome is not None and outcome.fits:
-            found.append(outcome)
-            best = outcome if best is None or outcome.step_s < best.step_s else best
-    best = recut(problem, bounds, best, found, begun + time_limit_s)
+    with Interruptible(lambda: best is not None) as walk:
+        for other in (state, *experts(problem, bounds)):
+            value = evaluate(problem, bounds, other)
+            if value[0] < score[0]:
+                state, score = other, value
+                if value[1] is not None and value[1].fits:
+                    best, found = value[1], [value[1]]
+        for number in range(plans):
+            if time.monotonic() - begun > time_limit_s:
+                complete = False
+                break
+            trial = _move(neighbours, state, len(problem.policies), rng)
+            value = evaluate(problem, bounds, trial)
+            warmth = FIRST * (LAST / FIRST) ** (number / plans)
+            if value[0] <= score[0] or rng.random() < math.exp((score[0] - value[0]) / warmth):
+                state, score = trial, value
+            outcome = value[1]
+            if outcome is not None and outcome.fits:
+                found.append(outcome)
+                best = outcome if best is None or outcome.step_s < best.step_s else best
+        best = recut(problem, bounds, best, found, begun + time_limit_s)
+    complete = complete and not walk.interrupted
     return unproven("mcmc", problem, best, found, len(points), begun, complete=complete)
 
 

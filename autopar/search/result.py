@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.search.problem import Outcome
@@ -53,3 +53,23 @@ class SearchResult:
         if self.best is None:
             return float("inf")
         return max(0.0, 1.0 - self.certificate.bound_s / self.best.step_s)
+
+
+@dataclass(slots=True)
+class Interruptible:
+    """A block that Ctrl-C ends without an error if there is something to return.
+
+    Attributes:
+        found: Whether there is.
+        interrupted: Whether it was ended so.
+    """
+
+    found: Callable[[], bool]
+    interrupted: bool = False
+
+    def __enter__(self) -> Interruptible:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+        self.interrupted = kind is KeyboardInterrupt and self.found()
+        return self.interrupted

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autopar.search.bounds import Bounds
 from autopar.search.mcmc import State, evaluate, experts, recut, unproven
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import SearchResult
+from autopar.search.result import Interruptible, SearchResult
 from autopar.search.space import Point
 
 FIELDS = (
@@ -49,20 +49,22 @@ def search(
     found: list[Outcome] = []
     baseline: float | None = None
     complete, given = True, experts(problem, bounds)
-    for number in range(plans):
-        if time.monotonic() - begun > time_limit_s:
-            complete = False
-            break
-        state = given[number] if number < len(given) else policy.draw(rng)
-        loss, outcome = evaluate(problem, bounds, state)
-        if outcome is not None and outcome.fits:
-            found.append(outcome)
-            best = outcome if best is None or outcome.step_s < best.step_s else best
-        if not math.isfinite(loss):
-            loss = (baseline or 0.0) + UNFIT
-        baseline = loss if baseline is None else KEEP * baseline + (1 - KEEP) * loss
-        policy.learn(state, baseline - loss)
-    best = recut(problem, bounds, best, found, begun + time_limit_s)
+    with Interruptible(lambda: best is not None) as walk:
+        for number in range(plans):
+            if time.monotonic() - begun > time_limit_s:
+                complete = False
+                break
+            state = given[number] if number < len(given) else policy.draw(rng)
+            loss, outcome = evaluate(problem, bounds, state)
+            if outcome is not None and outcome.fits:
+                found.append(outcome)
+                best = outcome if best is None or outcome.step_s < best.step_s else best
+            if not math.isfinite(loss):
+                loss = (baseline or 0.0) + UNFIT
+            baseline = loss if baseline is None else KEEP * baseline + (1 - KEEP) * loss
+            policy.learn(state, baseline - loss)
+        best = recut(problem, bounds, best, found, begun + time_limit_s)
+    complete = complete and not walk.interrupted
     return unproven("rl", problem, best, found, len(points), begun, complete=complete)
 
 

@@ -118,3 +118,24 @@ def test_gaps_on_gpt3(record_property: Callable[[str, object], None]):
             f"{name} {result.best.step_s / best.step_s - 1:+.2%} in {result.seconds:.0f} s"
         )
     record_property("summary", f"exact {best.step_s:.4g} s; " + "; ".join(lines))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["exact", "mcmc", *(pytest.param(name, marks=pytest.mark.long)
+                        for name in ("rl", "expert", "dp", "exhaustive"))],
+)  # fmt: skip
+def test_ctrl_c_ends_with_the_best_so_far(strategy: str, monkeypatch: pytest.MonkeyPatch):
+    problem = problem_of("mlp", 2, 2, 8, "4xcpu")
+    price, priced = problem.outcome, []
+
+    def outcome(candidate):
+        priced.append(price(candidate))
+        if len(priced) > 3 and any(item is not None and item.fits for item in priced[:-1]):
+            raise KeyboardInterrupt
+        return priced[-1]
+
+    monkeypatch.setattr(problem, "outcome", outcome)
+    found = STRATEGIES[strategy](problem, Request())
+    assert not found.certificate.complete
+    assert found.best is not None and found.best in priced and found.best.fits
