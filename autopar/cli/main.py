@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 yes, 1 no, 2 bad input, 3 an error in autopar itself.
     """
     # A command is a short process that keeps most of what it makes: fewer collections.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 1000)
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _top_parser()
     if not words or words[0] not in COMMANDS:

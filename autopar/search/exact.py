@@ -276,7 +276,7 @@ def _search(
         certificate=Certificate(
             bound_s=min(lowest, state.best.step_s) if state.best is not None else lowest,
             space=describe_space(problem),
-            points=sum(1 for group in first for _ in problem.space.members(group)),
+            points=sum(map(problem.space.num_members, first)),
             pruned=dict(state.pruned),
             evaluated=problem.evaluated,
             complete=complete,

@@ -54,6 +54,8 @@ class Exchange:
 
     problem: Problem
     _moves: dict[object, float] = field(default_factory=dict)
+    _sizes: dict[bytes, tuple[Floats, NDArray[np.int64]]] = field(default_factory=dict)
+    _moved: dict[object, Floats] = field(default_factory=dict)
 
     def alone(self, point: Point, values: Floats) -> Floats:
         """Values of parameters, zero for those that several stages may use.
@@ -83,14 +85,21 @@ class Exchange:
         """
         if point.data == 1:
             return np.zeros_like(trained)
-        sizes, places = np.unique(trained, return_inverse=True)
+        given = trained.tobytes()
+        key = (point.mesh, kind, given)
+        if key in self._moved:
+            return self._moved[key]
+        if given not in self._sizes:
+            self._sizes[given] = np.unique(trained, return_inverse=True)
+        sizes, places = self._sizes[given]
         largest = LIMIT_BYTES + sizes[-1]
         rate = self._move_s(point, kind, largest) / largest
         seconds = [
             self._move_s(point, kind, size) if size >= LIMIT_BYTES else rate * size
             for size in sizes.tolist()
         ]
-        return np.array(seconds)[places]
+        self._moved[key] = np.array(seconds)[places]
+        return self._moved[key]
 
     def _move_s(self, point: Point, kind: str, size: float) -> float:
         key = (point.mesh, kind, size)

@@ -152,6 +152,12 @@ class Space:
                 if self._allows(point):
                     yield point
 
+    def num_members(self, group: Point) -> int:
+        """Number of `members`, without making them where nothing is fixed."""
+        if any(name in self.allowed for name in _INNER):
+            return sum(1 for _ in self.members(group))
+        return (4 if group.data > 1 else 1) * (2 if group.pipeline > 1 and group.data > 1 else 1)
+
     def _allows(self, point: Point) -> bool:
         return all(getattr(point, name) in values for name, values in self.allowed.items())
 

@@ -71,6 +71,8 @@ def starts(bounds: Bounds, first: dict[Point, float]) -> list[tuple[float, Point
             continue
         if group.pipeline > 1 and problem.samples(group) > FEW_SAMPLES:
             continue
+        if not is_expert(replace(group, chunks=min(group.chunks, 2))):  # then no member is one
+            continue
         for point in space.members(group):
             usual = is_expert(replace(point, chunks=min(point.chunks, 2)))
             if usual and (point.zero or point.data == 1):
