@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from autopar.cost_models.events import event_kinds, schedule_of, schedule_with_messages
 from autopar.cost_models.replay import name_of, timing_of
+from autopar.errors import AutoparError
 from autopar.plan.forecast import Forecast
 from autopar.plan.forecast_lint import RUN, is_stale
 from autopar.plan.plan import Plan
@@ -32,8 +33,17 @@ def lacking(plan: Plan) -> Iterator[Fault]:
         what = f"was not compared with the schedule, which has {actions:,} actions"
         yield Fault(path="$.forecast", what=what, warning=True)
         return
-    yield from _timing(plan, forecast)
-    yield from _memory(plan, forecast)
+    try:
+        yield from _timing(plan, forecast)
+        yield from _memory(plan, forecast)
+    except AutoparError as error:  # what is said of messages contradicts the schedule
+        yield Fault(
+            path="$.forecast.timing",
+            what=f"does not go with the schedule: {error.what}",
+            expected="predictions of what the schedule does",
+            fix=_FIX,
+            warning=True,
+        )
 
 
 def _gap(path: str, what: str, number: int) -> Fault:

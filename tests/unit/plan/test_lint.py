@@ -178,6 +178,11 @@ def test_predictions_that_lack_actions_are_told(tmp_path, capsys):
         assert main(["report", str(file), "-o", str(tmp_path / "r.html")]) == 2
         assert "autopar reprice" in capsys.readouterr().err
     data = json.loads(TEXT)
+    data["forecast"]["timing"]["edges"] = [[0, 999]]
+    file.write_text(json.dumps(data))
+    assert main(["lint", str(file), "--json"]) == 0
+    assert "does not go with the schedule" in capsys.readouterr().out
+    data = json.loads(TEXT)
     walk = data["forecast"]["memory"]["ranks"][1]["events"]
     name = next(key for key in walk if key.startswith("run"))
     walk[name] = walk[name].split(" ")[0].split("*")[0]
