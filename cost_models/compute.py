@@ -1,11 +1,11 @@
 """Seconds of kernels on a device: a roofline with efficiencies that depend on sizes.
 
-    product      max(flops / (peak * share / (1 + d (2/sqrt(m n) + 1/k))), bytes / bandwidth)
+    product      max(flops / (peak * share / (1 + d (2/sqrt(m n) + 1/(2 k)))), bytes / bandwidth)
                  times a factor where a side is no multiple of a tile
     per head     max(flops / (peak * share * BATCHED_SHARE), bytes / bandwidth)
-                 times a factor where a head is no multiple of 8 features
+                 times a factor where a head is no multiple of 8 features, or smaller than 128
     attention    flops / (peak * share * f(head size, keys, direction, generation of the kernel))
-    all else     bytes / bandwidth
+    all else     bytes / bandwidth, longer for softmax and dropout of scores
 
 Bandwidth is the device's times its share. Where the host computes as well, launches come on top.
 Elsewhere the host launches ahead of the device, and a program takes the time of the slower of the
@@ -49,6 +49,10 @@ BATCHED_SHARE = 0.55
 """Rate of many small products, one a head, against one large."""
 ODD_HEAD = 1.1
 """Time factor of such products when a head is a multiple of 8 but not of 64 features."""
+SOFTMAX_TIME = 1.3
+"""Time of softmax and dropout of scores over that of moving their bytes: exponentials, reductions
+and random numbers, in kernels that do nothing else. Unfused attention moves 40.3 GB in 41.7 ms on
+an A100-40 (arXiv 2205.14135, figure 2): 0.62 of its bandwidth, of which plain kernels reach 0.8."""
 TILE = 64
 """Sides that are a multiple of it fill the tiles of a matrix product (NVIDIA, Matrix Multiplication
 Background User's Guide, section 3: 128 bytes)."""
@@ -100,6 +104,7 @@ class Columns:
         head_dim: Features of a head.
         keys: Keys that a query may see.
         row_bytes: Greatest common divisor of the bytes of rows of a product's matrices.
+        slow: Whether it is a softmax or a dropout of scores, which moves its bytes more slowly.
         launches: Device kernels.
         count: Runs.
         dtypes: Dtype of each.
@@ -116,6 +121,7 @@ class Columns:
     head_dim: Floats
     keys: Floats
     row_bytes: NDArray[np.int64]
+    slow: Flags
     launches: Floats
     count: Floats
     dtypes: tuple[str, ...]
@@ -137,6 +143,7 @@ class Columns:
             head_dim=rows[:, 7],
             keys=rows[:, 8],
             row_bytes=rows[:, 9].astype(np.int64),
+            slow=np.array([_slow(kernel) for kernel in listed], dtype=bool),
             launches=rows[:, 10],
             count=rows[:, 11],
             dtypes=tuple(kernel.dtype for kernel in listed),
@@ -161,6 +168,10 @@ class Columns:
         """Elements of both operands of products."""
         products = self.flops / (2 * self.m * self.n * self.k)
         return np.asarray(products * self.k * (self.m + self.n), dtype=np.float64)
+
+
+def _slow(kernel: Kernel) -> bool:
+    return kernel.kind == "softmax" or kernel.op.startswith("score_dropout")
 
 
 def _row(kernel: Kernel) -> tuple[float, ...]:
@@ -333,13 +344,13 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
     if not speeds.host_computes:  # cores have no pipeline to fill
         attention = attention * _attention_rate(columns, speeds)
     cast = np.asarray(speeds.cast_bytes) * columns.operands / bandwidth
+    streaming = moving * speeds.element_factor
+    if not speeds.host_computes:
+        per_head = per_head * _fill(columns)
+        streaming = streaming * np.where(columns.slow, SOFTMAX_TIME, 1.0)
     seconds = np.select(
         [kind == ATTENTION, kind == BATCHED, kind == STREAM],
-        [
-            columns.flops / attention,
-            per_head * _head_factor(columns, speeds),
-            moving * speeds.element_factor,
-        ],
+        [columns.flops / attention, per_head * _head_factor(columns, speeds), streaming],
         np.maximum(product, moving) + cast,
     )
     if speeds.host_computes:
@@ -368,8 +379,9 @@ def _sides(columns: Columns, speeds: Speeds) -> Floats:
     """Time factor of a product that fills waves of tiles, and their pipelines, only in part.
 
     Rows and columns count by their product: a long thin result has as many tiles as a square one.
+    What is summed counts half of a side: it fills a pipeline, but makes no wave of tiles.
     """
-    sides = 2 / np.sqrt(columns.m * columns.n) + 1 / columns.k
+    sides = 2 / np.sqrt(columns.m * columns.n) + 0.5 / columns.k
     return np.asarray(1 + speeds.matmul_size * sides, dtype=np.float64)
 
 
@@ -378,6 +390,15 @@ def _attention_rate(columns: Columns, speeds: Speeds) -> Floats:
     wide = heads / (heads + half) * (FULL_RATE_HEAD + half) / FULL_RATE_HEAD
     long = 1 / (1 + SHORT_KEYS / columns.keys)
     return np.asarray(wide * long * np.where(columns.backward, ATTENTION_BACKWARD, 1.0))
+
+
+def _fill(columns: Columns) -> Floats:
+    """Time factor of products of heads that are smaller than those of the full rate.
+
+    Loading and storing tiles of scores takes as long as summing over that many features.
+    """
+    heads = np.minimum(columns.head_dim, FULL_RATE_HEAD)
+    return np.asarray((1 + FULL_RATE_HEAD / heads) / 2)
 
 
 def _head_factor(columns: Columns, speeds: Speeds) -> Floats:

@@ -43,6 +43,9 @@ STEP_S = 15e-3
 UPDATE_BYTES = 30.0
 """Bytes that a fused Adam moves per parameter: float32 weight, gradient and two moments are read,
 all but the gradient written, and the weight once more in 16 bits."""
+EAGER_ELEMENTS = 1.2
+"""Prior of `SoftwareStack.element_factor` where pointwise ops run one by one: casts, sums and parts
+of gates that compilers and fused kernels leave out."""
 FITTED = Path(__file__).parent / "published" / "fitted.json"
 
 
@@ -75,7 +78,7 @@ CONSTANTS: Mapping[str, Constant] = MappingProxyType({
         meaning="share of computation beside which data-parallel collectives can hide",
     ),
     "element_factor": Constant(
-        prior=1.2, spread=0.3, low=0.5, high=2.5,
+        prior=1.0, spread=0.3, low=0.5, high=2.5,
         meaning="bytes moved by pointwise kernels over those of the graph",
     ),
     "reserved_factor": Constant(
@@ -100,7 +103,9 @@ class SoftwareStack:
         compiled: Whether pointwise ops are fused by a compiler.
         fused_qkv: Whether queries, keys and values are one product.
         fused_gate: Whether both halves of SwiGLU are one product.
+        fused_dropout_add: Whether the dropout of a block and the sum after it are one kernel.
         fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
+        balanced: Whether tokens go to experts evenly, whatever the router says (benchmarks).
         regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
         scatter_messages: Whether tensor ranks that hold the same activation send a part each to the
             next stage, where it is gathered (arXiv 2104.04473, 4.1), instead of all of it.
@@ -134,7 +139,9 @@ class SoftwareStack:
     compiled: bool = False
     fused_qkv: bool = False
     fused_gate: bool = False
+    fused_dropout_add: bool = False
     fused_norm: bool = True
+    balanced: bool = False
     regather: bool = False
     scatter_messages: bool = True
     low_gather: bool = False
@@ -169,13 +176,14 @@ _STACKS = (
     SoftwareStack(
         name="megatron-deepspeed", attention="unfused", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
-        dropout=True, bucket_bytes=1_000_000_000, overlap=0.0,
+        dropout=True, fused_dropout_add=True, bucket_bytes=1_000_000_000, overlap=0.0,
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="microsoft/Megatron-DeepSpeed 2021-22 with Megatron's schedules: fused softmax, "
         "bias-gelu and bias-dropout-add; gradients are summed after backward",
     ),
     SoftwareStack(
         name="vtrain", attention="unfused", loss="eager", fused_qkv=True, dropout=True,
+        fused_dropout_add=True,
         overlap=0.0, fitted=(), like="megatron-deepspeed",
         step_s=0.0, launch_s=60e-6, local_ends=True,
         source="VIA-Research/vTrain f8dda84, src/predictor.py and src/model: steps composed from "
@@ -185,7 +193,7 @@ _STACKS = (
     SoftwareStack(
         name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
-        dropout=True, bucket_bytes=2_000_000_000,
+        dropout=True, fused_dropout_add=True, bucket_bytes=2_000_000_000,
         context_bytes=3_000_000_000, overlap=0.0,
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
@@ -193,6 +201,7 @@ _STACKS = (
     ),
     SoftwareStack(
         name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True, master_weights=False,
+        element_factor=EAGER_ELEMENTS,
         source="mosaicml/llm-foundry 2023: flash or Triton attention, fused cross entropy",
     ),
     SoftwareStack(
@@ -206,8 +215,10 @@ _STACKS = (
         name="nemo", attention="flash3", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True, overlapped_tensor=True,
         gradient_bytes=4, context_bytes=3_000_000_000, fitted=(), like="mcore",
+        balanced=True,
         source="NVIDIA NeMo and Megatron-Bridge of 2024 and later: core as above with the fused "
-        "attention of cuDNN 9 on Hopper, tensor collectives overlapped (ub_tp_comm_overlap)",
+        "attention of cuDNN 9 on Hopper, tensor collectives overlapped (ub_tp_comm_overlap), "
+        "benchmarks with moe_router_force_load_balancing",
     ),
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
@@ -218,11 +229,13 @@ _STACKS = (
     SoftwareStack(
         name="internevo", attention="flash2", loss="fused",
         fused_qkv=True,
+        element_factor=EAGER_ELEMENTS,
         source="InternLM/InternEvo: flash attention, fused norms, cross entropy and rotary",
     ),
     SoftwareStack(
         name="paddle", attention="flash1", loss="vocab_parallel", dropout=True,
         fused_qkv=True,
+        element_factor=EAGER_ELEMENTS,
         source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention",
     ),
     SoftwareStack(
@@ -232,12 +245,13 @@ _STACKS = (
     ),
     SoftwareStack(
         name="sailor", attention="unfused", loss="vocab_parallel", fused_qkv=True,
-        gradient_bytes=4,
+        gradient_bytes=4, element_factor=EAGER_ELEMENTS,
         source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32; without "
         "dropout, whose masks and copies the memory of its runs has no room for",
     ),
     SoftwareStack(
         name="deepspeed-hf", attention="flash2", loss="fused",
+        element_factor=EAGER_ELEMENTS,
         source="DeepSpeed with Hugging Face models and Liger kernels",
     ),
     SoftwareStack(
@@ -290,6 +304,16 @@ def stacks() -> Mapping[str, SoftwareStack]:
             values = {key: value for key, value in like.constants().items() if key in like.fitted}
             found[name] = with_constants(item, values)
     return MappingProxyType(found)
+
+
+def prior_of(name: str, constant: str) -> Constant:
+    """A constant of a stack before anything is fitted: what the stack states is its prior.
+
+    Raises:
+        InputError: If there is no such stack.
+    """
+    stated = stack(name, {stack.name: stack for stack in _STACKS})
+    return replace(CONSTANTS[constant], prior=getattr(stated, constant))
 
 
 @cache

@@ -287,7 +287,8 @@ def _unfused(
     softmax_reads = [scores] + ([mask] if mask is not None else [])
     weights = _softmax(tape, scores, softmax_reads)
     if dropout > 0:
-        weights = where_kept(tape, weights, keep_mask(tape, weights.shape, call))
+        kept = keep_mask(tape, weights.shape, call)
+        weights = where_kept(tape, weights, kept, "score_dropout")
     result = (*query.shape[:-1], value.shape[-1])
     out = matmul_step(
         tape, "bmm", (weights, value), result, query.dtype,

@@ -44,13 +44,11 @@ def keep_mask(tape: Tape, shape: Shape, call: OpCall) -> Local:
     return out
 
 
-def where_kept(tape: Tape, source: Local, keep: Local) -> Local:
-    """`source` with zeros where it is not kept."""
+def where_kept(tape: Tape, source: Local, keep: Local, op: str = "native_dropout") -> Local:
+    """`source` with zeros where it is not kept, by a kernel called `op` where one does it."""
     if tape.implementation.dropout != "native":
         return apply(tape, "where", (keep, source), source.dtype, {1: "g0"})
-    return apply(
-        tape, "native_dropout", (keep, source), source.dtype, {1: "g0"}, kind="elementwise"
-    )
+    return apply(tape, op, (keep, source), source.dtype, {1: "g0"}, kind="elementwise")
 
 
 @expansion("dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout")

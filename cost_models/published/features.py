@@ -88,6 +88,9 @@ def _spread(piece: Piece, job: Job) -> Piece:
     """
     kernel = piece.kernel
     attention, product = kernel.attention, kernel.matmul
+    dropped = kernel.op == "native_dropout" and piece.part in (tables.BLOCK, tables.SPARSE)
+    if job.stack.fused_dropout_add and dropped:  # the sum after it reads its operand instead
+        return replace(piece, kernel=replace(kernel, read_bytes=0, write_bytes=0, launches=0))
     if piece.core and kernel.kind == "softmax" and job.dtype == "tf32":
         # Megatron's fused softmax takes 16-bit numbers; others are scaled, masked and normalised
         # one after the other, each read and written.

@@ -47,6 +47,10 @@ GLOBALS: Mapping[str, Global] = {
         value=compute.BATCHED_SHARE, low=0.3, high=0.9,
         source="fitted on published rows without fused attention, by the study before this model",
     ),
+    "SOFTMAX_TIME": Global(
+        value=compute.SOFTMAX_TIME, low=1.0, high=2.5,
+        source="prior: 2205.14135, figure 2, bytes and time of unfused attention on an A100-40",
+    ),
     "ODD_HEAD": Global(
         value=compute.ODD_HEAD, low=1.0, high=1.5, source="prior: half-filled tiles of 64 features"
     ),
@@ -84,6 +88,10 @@ GLOBALS: Mapping[str, Global] = {
     "UPDATE_BYTES": Global(
         value=software.UPDATE_BYTES, low=26, high=40,
         source="arithmetic on what Adam reads and writes",
+    ),
+    "IMBALANCE": Global(
+        value=price.IMBALANCE, low=0.0, high=1.0,
+        source="prior: capacity factor of 2101.03961, section 2.2, at which few tokens are dropped",
     ),
     "BROADCAST_S": Global(
         value=price.BROADCAST_S, low=1e-4, high=5e-3,

@@ -8,6 +8,7 @@ test holds both against each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,9 +40,13 @@ DEVICE_CONSTANTS = (
     "link_share", "network_share",
 )  # fmt: skip
 STACK_CONSTANTS = ("time_factor", "overlap", "element_factor")
-BROADCAST_S = 2.0e-3
+BROADCAST_S = 2.4e-3
 """What each of the broadcasts takes the host with which InternEvo's ZeRO-1 hands on the weights of
 one rank after the other, beside the broadcast itself: seconds per rank."""
+
+IMBALANCE = 0.25
+"""What the most loaded expert gets beyond its even share where an auxiliary loss balances them:
+with as much room to spare, Switch Transformer drops few tokens (arXiv 2101.03961, section 2.2)."""
 
 Constants = Mapping[tuple[str, str], float]
 """``(device or stack, name)`` to value; what is absent is the catalogue's."""
@@ -186,6 +191,8 @@ class Batch:
         device, stack = self.constants(values or {})
         speeds = self.speeds(device, stack)
         seconds = seconds_of(self.table.columns, speeds) * stack["time_factor"][self.table.job]
+        grouped = self.table.columns.kind == compute.GROUPED
+        seconds = seconds * np.where(grouped, self.sizes["load"][self.table.job], 1.0)
         hosts = host_seconds(self.table.columns, speeds)
         moved = self.wires.price(device["link_share"], device["network_share"])
         return _assemble(self, _block(self, seconds, hosts, moved, device), moved, device, stack)
@@ -200,6 +207,16 @@ def _formats(job: Job) -> Mapping[str, str]:
 def _wide(formats: Mapping[str, str]) -> Mapping[str, str]:
     """The same without formats of 8 and 4 bits."""
     return {key: name for key, name in formats.items() if name not in compute.LOW_FORMATS}
+
+
+def expert_load(job: Job) -> float:
+    """Tokens of the rank whose experts get most, over those of all ranks on average.
+
+    Loads of a rank's experts even out: their relative spread falls with the root of their number.
+    """
+    if job.ep <= 1 or job.stack.balanced:
+        return 1.0
+    return 1 + IMBALANCE / math.sqrt(job.config.experts / job.ep)
 
 
 def _sizes(job: Job) -> dict[str, float]:
@@ -226,6 +243,7 @@ def _sizes(job: Job) -> dict[str, float]:
         "updated": (layers * block + outer) / (shards if job.zero else 1),
         "broadcasts": job.dp * job.cp if wires.one_by_one(job) else 0,
         "step_s": job.stack.step_s,
+        "load": expert_load(job),
     }
 
 
@@ -276,7 +294,7 @@ def _block(
     repeated = np.select([kinds == "full", kinds == "ops"], [whole, 0.5], 0.0)
     ahead = tensor(moved, wires.FORWARD, wires.SPARSE_FORWARD) * size["hidden_tensor"]
     back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_tensor"]
-    routing, exchange = moved[wires.ROUTE] * sparse, moved[wires.EXCHANGE]
+    routing, exchange = moved[wires.ROUTE] * sparse * size["load"], moved[wires.EXCHANGE]
     tensor_forward = ahead + 0.3 * exchange + 2 * routing
     tensor_backward = back + 0.6 * exchange + 2 * routing
     tensor_backward = tensor_backward + repeated * (ahead + 2 * routing)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cost_models.hardware import load_device
 from autopar.cost_models.published.jobs import Job
-from autopar.cost_models.software import CONSTANTS, Constant, stack
+from autopar.cost_models.software import Constant, prior_of, stack
 
 Target = tuple[str, str]
 """``(device or stack, constant)``."""
@@ -153,7 +153,7 @@ def parameters(jobs: Sequence[Job], families: Sequence[str]) -> tuple[Parameter,
             if constant != "reserved_factor":
                 found.append(
                     Parameter(
-                        targets=((name, constant),), constant=CONSTANTS[constant],
+                        targets=((name, constant),), constant=prior_of(name, constant),
                         families=len(behind[name]),
                     )
                 )  # fmt: skip
