@@ -7,7 +7,7 @@ does. `route` rewrites such a region as what it means,
     y[i] = x[i // k] @ weight[ids[i]]          (`GROUPED`, k rows per token)
 
 on rows in the order of the tokens. Lowering sorts again, where the rows are: each rank, and each
-microbatch, its own (`autopar.runtime.routing`). So no placement has to know of it.
+microbatch, its own (`autopar.runtime.special.routing`). So no placement has to know of it.
 
 Definition. *ids* are integers, one per row. A permutation *order* is what sorts them; it and
 what inverts it are known by how they are made, as are counts of the ids and the ends of groups,
