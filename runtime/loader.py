@@ -19,6 +19,8 @@ from autopar.plan.plan import Plan
 from autopar.plan.sizes import sizes_of
 from autopar.runtime import hf
 
+MOST = 2**31 - 1
+"""Most samples of a call, and tokens of a sample."""
 _FORMS = "file.py:function or package.module:function"
 
 
@@ -84,8 +86,8 @@ def load_model(target: str, *, batch: int | None = None, seq: int | None = None)
         InputError: If the function cannot be found, fails, or returns something else.
     """
     for name, value in (("batch", batch), ("sequence length", seq)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} {value}", expected="a whole number from 1")
+        if value is not None and not 1 <= value <= MOST:
+            raise InputError(f"{name} {value}", expected=f"a whole number from 1 to {MOST:,}")
     if target in presets.PRESETS:
         return as_loaded_model(presets.build(target, batch=batch, seq=seq), target)
     if hf.is_config(target):

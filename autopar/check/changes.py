@@ -217,6 +217,7 @@ def best_changes(now: Priced, pricer: Pricer, most: int = 6) -> tuple[Change, ..
                 saved_bytes=now.over_bytes - priced.over_bytes,
             )
         )
+    found = _said_once(found)
     if now.fits:
         useful = [item for item in found if item.priced.fits and item.saved > WORTH]
         return tuple(sorted(useful, key=lambda item: -item.saved)[:most])
@@ -225,6 +226,14 @@ def best_changes(now: Priced, pricer: Pricer, most: int = 6) -> tuple[Change, ..
         return tuple(sorted(fitting, key=lambda item: item.priced.step_s)[:most])
     smaller = [item for item in found if item.saved_bytes > 0]
     return tuple(sorted(smaller, key=lambda item: -item.saved_bytes)[:most])
+
+
+def _said_once(changes: list[Change]) -> list[Change]:
+    """Of changes that a framework writes alike the fastest that fits, if one does."""
+    found: dict[str, Change] = {}
+    for item in sorted(changes, key=lambda item: (not item.priced.fits, -item.saved)):
+        found.setdefault(item.spelled or item.text, item)
+    return [item for item in changes if found[item.spelled or item.text] is item]
 
 
 _MODES = {"megatron": {"attention": "selective", "selective": "selective"},

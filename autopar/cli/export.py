@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from autopar.cli import options as shared
-from autopar.errors import InputError
 from autopar.export.result import TARGETS, Exported
 from autopar.export.targets import export
 from autopar.plan.plan import Plan
@@ -38,13 +36,11 @@ def run(options: argparse.Namespace) -> int:
     """Export, write and say what is lost."""
     plan = Plan.load(options.plan)
     if options.output:
-        shared.check_writable(options.output)
-        if Path(options.output).exists() and Path(options.output).samefile(options.plan):
-            raise InputError("the output is the plan file itself", expected="another file")
+        shared.check_writable(options.output, options.plan)
     exported = export(plan, options.to)
     code = 1 if options.strict and exported.losses else 0
     if options.output and not code:
-        Path(options.output).write_text(exported.text, encoding="utf-8")
+        shared.write_output(options.output, exported.text)
     if options.json:
         print(json.dumps(as_json(exported, options.to), indent=2))
         return code

@@ -194,16 +194,41 @@ def read_cluster(text: str) -> ClusterSpec:
     return ClusterSpec.parse(text)
 
 
-def check_writable(path: str) -> None:
+def check_writable(path: str, *inputs: str | None) -> None:
     """Refuse an output file whose folder does not exist, before the work is done.
 
+    Args:
+        path: The output.
+        inputs: Files that are read, and must not be overwritten.
+
     Raises:
-        InputError: If `path` is a folder, or lies in none.
+        InputError: If `path` is a folder, lies in none, or is an input.
     """
     target = Path(path)
+    for name in inputs:
+        if name is not None and target.exists() and Path(name).exists() and target.samefile(name):
+            raise InputError(
+                f"output {path!r} is the input itself", expected="another file", where="--output"
+            )
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else f"is in no folder: no {str(target.parent)!r}"
         raise InputError(f"output {path!r} {what}", expected="a file in an existing folder")
+
+
+def write_output(path: str, text: str) -> None:
+    """Write an output file.
+
+    Raises:
+        InputError: If that is not possible.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"output {path!r} cannot be written: {error.strerror}",
+            expected="a file in a folder that can be written to",
+            where="--output",
+        ) from None
 
 
 def tell_changes(before: Plan | None, after: Plan) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from autopar.cli import options as shared
 from autopar.cost_models.residuals import Residual, mean_error, residuals
-from autopar.errors import InputError
 from autopar.plan.plan import Plan
 from autopar.report.html import report
 from autopar.schedules.chrome import Recording, read_recording
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make the page, write it, and say where it is."""
-    shared.check_writable(options.output)
+    shared.check_writable(options.output, options.plan, options.measured)
     plan = Plan.load(options.plan)
     recording: Recording | None = None
     found: tuple[Residual, ...] = ()
@@ -44,13 +42,7 @@ def run(options: argparse.Namespace) -> int:
         recording = read_recording(options.measured)
         found = residuals(plan, recording)
     text = report(plan, recording=recording, found=found)
-    try:
-        Path(options.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"output {options.output!r} cannot be written: {error.strerror}",
-            expected="a file to write",
-        ) from None
+    shared.write_output(options.output, text)
     size = len(text.encode())
     assert plan.forecast is not None
     if options.json:

@@ -7,6 +7,7 @@ first rank that fails stops the others, and its exit code is returned (128 + n f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -96,7 +97,7 @@ def _start(
 
 def _copy(stream: IO[str], target: IO[str], rank: int, lock: threading.Lock) -> None:
     for line in stream:
-        with lock:
+        with lock, contextlib.suppress(BrokenPipeError):  # nobody reads; ranks go on all the same
             target.write(f"[{rank}] {line}" if line.endswith("\n") else f"[{rank}] {line}\n")
             target.flush()
 

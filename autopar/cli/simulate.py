@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Time the schedule, write the trace, print a summary."""
     if options.output:
-        shared.check_writable(options.output)
+        shared.check_writable(options.output, options.plan)
     step = Step.of(Plan.load(options.plan))
     ranks = read_pipeline_ranks(options.ranks, step.num_ranks)
     count = 0

@@ -17,6 +17,8 @@ from autopar.plan.advice import mending
 from autopar.plan.shapes import shown
 
 Path = tuple[str, ...]
+MOST_NODES = 1_000_000
+"""Values that YAML may stand for, aliases written out."""
 MOST_TABLES = 10_000
 AUTO = "auto"
 """What DeepSpeed and Hugging Face write for "decided elsewhere"."""
@@ -239,6 +241,7 @@ def parse_yaml(text: str, where: str) -> Document:
     noted: set[int] = set()
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(node, {}, where)
         data = yaml.safe_load(text)
     except RecursionError:
         raise _too_deep(where) from None
@@ -258,6 +261,37 @@ def parse_yaml(text: str, where: str) -> Document:
 
     note(node, ())
     return _document(data, where, lines.get)
+
+
+def _check_size(node: Any, sizes: dict[int, int | None], where: str) -> int:
+    """Number of nodes that one of YAML stands for, aliases written out.
+
+    Raises:
+        InputError: If it contains itself, or stands for too many.
+    """
+    import yaml
+
+    if id(node) in sizes:
+        known = sizes[id(node)]
+        if known is None:
+            line = node.start_mark.line + 1
+            raise InputError(
+                f"an alias stands for a value that it is a part of (line {line})",
+                expected="values that end", where=f"{where}:{line}", fix=_CHECK,
+            )  # fmt: skip
+        return known
+    sizes[id(node)] = None
+    below = node.value if isinstance(node, yaml.CollectionNode) else ()
+    items = itertools.chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
+    total = 1 + sum(_check_size(item, sizes, where) for item in items)
+    if total > MOST_NODES:
+        line = node.start_mark.line + 1
+        raise InputError(
+            f"aliases stand for more than {MOST_NODES:,} values (line {line})",
+            expected="a configuration: some dozens of keys", where=f"{where}:{line}", fix=_CHECK,
+        )  # fmt: skip
+    sizes[id(node)] = total
+    return total
 
 
 def _document(data: object, where: str, line_of: Callable[[Path], int | None]) -> Document:

@@ -12,7 +12,7 @@ from autopar.errors import InputError
 from autopar.imports import accelerate, deepspeed, megatron, torchtitan
 from autopar.imports.document import Document, parse_json, parse_toml, parse_yaml
 from autopar.imports.imported import Imported
-from autopar.plan.advice import nearby
+from autopar.plan.advice import is_endless, nearby
 from autopar.registry import Registry
 from autopar.sharding.mesh import Mesh
 
@@ -109,6 +109,10 @@ def _read(path: str | Path) -> str:
         if Path(path).stat().st_size > MOST_BYTES:
             raise InputError(
                 f"{str(path)!r} is larger than {MOST_BYTES:,} bytes", expected=_KNOWN, fix=_CHECK
+            )
+        if is_endless(path):
+            raise InputError(
+                f"{str(path)!r} is a device or a pipe, not a file", expected=_KNOWN, fix=_CHECK
             )
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

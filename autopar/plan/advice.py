@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import stat
 from difflib import get_close_matches
 from pathlib import Path
 
 from autopar.plan.shapes import shown
+
+
+def is_endless(path: str | Path) -> bool:
+    """Whether a file is a device or a pipe that nobody need ever write to; not what a shell gives.
+
+    Raises:
+        OSError: If there is no such file.
+    """
+    mode = Path(path).stat().st_mode
+    given = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    return not given and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def nearby(path: str | Path, otherwise: str) -> str:
@@ -19,7 +31,7 @@ def nearby(path: str | Path, otherwise: str) -> str:
     try:
         if path.is_dir():
             return "name a file in this folder"
-        names = [item.name for item in path.parent.iterdir()]
+        names = [item.name for item in path.parent.iterdir() if item.name != path.name]
     except (OSError, ValueError):
         return f"check the path: there is no folder {shown(str(path.parent))} that can be read"
     close = get_close_matches(path.name, names, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.errors import PlanError
-from autopar.plan.advice import mending, nearby
+from autopar.plan.advice import is_endless, mending, nearby
 from autopar.plan.lint import check
 from autopar.plan.migrate import migrate
 from autopar.plan.plan import Plan
@@ -34,6 +34,8 @@ def read_text(path: str | Path) -> tuple[str, list[Fault]]:
             expected = f"at most {MOST_BYTES:,} bytes"
             what = f"is a file of {size:,} bytes"
             return "", [Fault(path="1:1", what=what, expected=expected, fix=_AGAIN)]
+        if is_endless(path):
+            raise ValueError("it is a device or a pipe, not a file")
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         text = getattr(error, "strerror", None) or str(error)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from autopar.errors import PlanError
 from autopar.plan.forecast import Forecast
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.shapes import dump
@@ -124,8 +125,19 @@ class Plan:
         return dump({"schema_version": data.pop("schema_version"), **data}) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path` as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan to `path` as JSON.
+
+        Raises:
+            PlanError: If that is not possible.
+        """
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the plan file: {error.strerror}",
+                expected="a file in a folder that can be written to",
+                where=str(path),
+            ) from None
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:

@@ -241,7 +241,14 @@ def read_fields(
             )
     for name in missing:
         values[name] = BAD
-        faults.append(Fault(path=path_of((trail, name)), what="is missing", fix="add the field"))
+        faults.append(
+            Fault(
+                path=path_of((trail, name)),
+                what="is missing",
+                expected="a value",
+                fix="add the field",
+            )
+        )
     return values
 
 
