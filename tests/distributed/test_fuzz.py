@@ -51,7 +51,7 @@ def test_random_plans_reach_every_choice_lowering_and_reshard(fuzzed: Campaign):
     ("name", "count"),
     [
         ("gpt", 3),
-        ("resnet", 2),
+        ("resnet", 3),
         *(pytest.param(name, 4, marks=pytest.mark.long) for name in ("resnet", "moe")),
     ],
 )
