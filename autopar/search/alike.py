@@ -54,7 +54,8 @@ def unit_kinds(table: UnitTable, blocks: Ints, parameters: Parameters) -> Ints:
     shared = {unit for _, before, user in parameters.later for unit in (before, user)}
     columns = np.concatenate(
         [
-            table.seconds.reshape(-1, count), table.saved_bytes, table.working_bytes,
+            table.seconds.reshape(-1, count), table.saved_bytes, table.late_bytes,
+            table.working_bytes,
             table.edge_bytes[None], blocks[None],
         ]
     )  # fmt: skip
