@@ -7,6 +7,7 @@ so that neither process ever waits for the other to read.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -74,6 +75,9 @@ class Ahead:
 
     Args:
         work: The function; it must not print, and its values must be picklable.
+
+    Raises:
+        OSError: If there is no room for another process.
     """
 
     def __init__(self, work: Callable[[Any], object]) -> None:
@@ -86,12 +90,24 @@ class Ahead:
         with warnings.catch_warnings():
             # Threads of number libraries may be there; the copy has no use for them.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._process = os.fork()
+            try:
+                self._process = os.fork()
+            except OSError:
+                self._discard()
+                raise
         if not self._process:
             _serve(work, self._orders, self._answers, self._state)
         self._orders.only(reads=False)
         self._answers.only(reads=True)
         self._open = True
+
+    def _discard(self) -> None:
+        """Close everything, where there is no other process."""
+        for box in (self._orders, self._answers):
+            box.only(reads=True)
+            box.close(reads=True)
+        self._state.close()
+        gc.unfreeze()
 
     def ask(self, keys: Iterable[Hashable]) -> None:
         """Say what will be needed, the earliest first; what was asked for before is dropped."""
@@ -101,10 +117,8 @@ class Ahead:
             if slot < SLOTS and self._state[slot] == _FREE:
                 found.append((slot, key))
         self._asked = found[::-1]
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or there is no room for questions
             self._orders.put(found)
-        except BrokenPipeError:
-            return
 
     def value(self, key: Hashable) -> tuple[Any] | None:
         """The value of a key; None if this process has to work it out."""
@@ -149,6 +163,7 @@ class Ahead:
         os.waitpid(self._process, 0)
         self._orders.close(reads=False)
         self._answers.close(reads=True)
+        self._state.close()
         gc.unfreeze()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -148,11 +148,13 @@ class Problem:
     @contextmanager
     def ahead(self, work: Callable[[Any], object]) -> Iterator[None]:
         """Let a second process answer questions before they are asked, with a function of these."""
-        self.second = Ahead(work)
+        with suppress(OSError):  # no room for one: this process does it all
+            self.second = Ahead(work)
         try:
             yield
         finally:
-            self.second.close()
+            if self.second is not None:
+                self.second.close()
             self.second = None
 
     def questions(self, points: Iterable[Point]) -> list[Question]:

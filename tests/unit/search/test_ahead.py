@@ -8,7 +8,11 @@ import time
 
 import pytest
 
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.search import exact
 from autopar.search.ahead import Ahead
+from autopar.search.problem import Problem
+from tests.unit.search.problems import traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copied by fork")
 
@@ -70,3 +74,16 @@ def test_a_process_that_hangs_is_not_waited_for(
     ahead.ask([7])
     ahead._state[ahead._slots[7]] = 2  # begun, and never ended
     assert _answers(ahead, [7]) == [49]
+
+
+def test_a_search_needs_no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    found = traced("mlp", 2, 2, 8)
+    alone, second = (Problem(found.graph, found.loss, ClusterSpec.parse("4xcpu")) for _ in range(2))
+    monkeypatch.setattr("autopar.search.exact.is_possible", lambda: True)
+    with_one = exact.search(second, ahead=True)
+    monkeypatch.setattr(os, "fork", refuse)
+    without = exact.search(alone, ahead=True)
+    assert with_one.best == without.best and with_one.certificate == without.certificate
