@@ -161,8 +161,9 @@ class Totals:
     def live_at_least(self, point: Point, share: float, limit: float) -> Floats:
         """For every unit the microbatches at least whose saved memory is live at once.
 
-        A rank works no longer than the limit, so that a unit with much behind it is in a stage with
-        many behind it.
+        Under 1F1B and ZB-H1 a rank works no longer than the limit, so that a unit with much behind
+        it is in a stage with many behind it. Microbatches of ZB-H1 that wait for the backward of
+        weights are not counted: they may hold less than what forward has saved.
 
         Args:
             point: The point.
@@ -170,8 +171,10 @@ class Totals:
             limit: Seconds of a step; slower ones do not count.
         """
         ranks, count = point.pipeline, point.microbatches
-        if point.schedule != "1f1b" or math.isinf(limit):
+        if point.chunks > 1:
             least = least_live(point.schedule, ranks, count, point.chunks) / point.chunks
             return np.full(len(self.after), least)
+        if math.isinf(limit):
+            return np.ones(len(self.after))
         stage = np.floor(ranks - self.after * share / (limit / count) * (1 - 1e-9))
         return np.clip(ranks - np.maximum(stage, 0), 1, min(ranks, count))
