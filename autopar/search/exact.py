@@ -95,15 +95,11 @@ class _State:
 
     def begin(self, points: list[tuple[float, Point]]) -> bool:
         """Evaluate some points; whether nobody has interrupted that."""
-        try:
+        with Interruptible(lambda: self.best is not None) as begun:
             for bound, point in points:
                 if self.best is None or (bound < self.limit and time.monotonic() < self.deadline_s):
                     self.evaluate(bound, point)
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
-            return False
-        return True
+        return not begun.interrupted
 
     def look(self, bound: float, level: int, point: Point) -> None:
         """Tighten the bound of a point, or evaluate it."""

@@ -247,6 +247,10 @@ class Problem:
             self._known.devices[key] = devices_of(self.cluster, plan, schedule_of(plan))
         return self._known.devices[key]
 
+    def device_called(self, name: str) -> Device:
+        """The device of the cluster that has a name."""
+        return next(g.hardware for g in self.cluster.groups if g.hardware.name == name)
+
     def capacity_bytes(self, device: Device) -> int:
         """Memory for everything on a device."""
         return device.usable_bytes if self.memory_bytes is None else self.memory_bytes
@@ -319,8 +323,7 @@ class Problem:
         return self._known.prices[key]
 
     def _table(self, point: Point, name: str, weight: bool) -> UnitTable | None:
-        devices = {group.hardware.name: group.hardware for group in self.cluster.groups}
-        plan, device = point.plan(), devices[name]
+        plan, device = point.plan(), self.device_called(name)
         try:
             placement = self.evaluator.place(plan)
         except PlanError:

@@ -35,8 +35,8 @@ def answer(bounds: Bounds, question: Question) -> object:
     if kind == "group":
         return bounds.group(point)
     name, weight = rest
-    devices = {group.hardware.name: group.hardware for group in bounds.problem.cluster.groups}
-    return bounds.problem.table(point, devices[name], weight=weight)
+    problem = bounds.problem
+    return problem.table(point, problem.device_called(name), weight=weight)
 
 
 def first_bounds(bounds: Bounds) -> dict[Point, float]:
