@@ -15,6 +15,8 @@ KINDS = (
     "collective", "temporary",
 )  # fmt: skip
 """What memory is for, as in a dry run."""
+NOTHING = -(2**62)
+"""A high-water mark below all others."""
 _INDEX = {name: place for place, name in enumerate(KINDS)}
 
 
@@ -115,7 +117,7 @@ class Live:
     def apart(self) -> Live:
         """Nothing yet, to see what something does that depends on nothing before."""
         found = Live({}, notes=False)
-        found.top = -(2**62)
+        found.top = NOTHING
         return found
 
     def follow(self, changes: Sequence[Live], numbers: NDArray[np.int64]) -> None:

@@ -116,7 +116,7 @@ def rank_memory(
         delayed=frozenset(stage for stage in stages if schedule.delay(stage)),
         gloo=gloo, moments=moments,
     )  # fmt: skip
-    if make_walk is Walk and walk.is_plain:
+    if walk.is_plain:
         live = walk.run_kinds(event_kinds(plan, *edges, rank))
     else:
         live = walk.run(rank_events(plan, *edges, rank))

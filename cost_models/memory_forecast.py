@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from autopar.cost_models.evaluate import Evaluator
-from autopar.cost_models.events import Event
-from autopar.cost_models.live import KINDS
+from autopar.cost_models.events import Event, EventKinds
+from autopar.cost_models.live import KINDS, NOTHING, Live
 from autopar.cost_models.memory import rank_memory
 from autopar.cost_models.replay import Row, kinds_of, name_of
 from autopar.cost_models.stages import StageModel
@@ -29,23 +31,32 @@ class _Noting(Walk):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.start = list(self.live.rows)
-        self.effects: list[tuple[str, _Effect]] = []
+        self.effects: list[tuple[str, _Effect, int]] = []
+
+    def run_kinds(self, events: EventKinds) -> Live:
+        """Note each kind once, with how often it is."""
+        live = super().run_kinds(events)
+        times = np.bincount(events.numbers, minlength=len(events.examples)).tolist()
+        for place, count in enumerate(times):
+            name, effect, _ = self.effects[place]
+            self.effects[place] = name, effect, count
+        return live
 
     def _note(self, name: str, prefix: str, act: Any) -> None:
         live = self.live
         before = list(live.rows)
-        live.top, live.where = -1, ""  # so that the mark is that of this event
+        live.top, live.where = NOTHING, ""  # so that the mark is that of this event
         act()
         mark: Row | None = None
         place = ""
-        if live.top >= 0:
+        if live.top > NOTHING:
             reached = live.peak
             mark = tuple(reached.get(k, 0) - b for k, b in zip(KINDS, before, strict=True))
             place = live.where
             if prefix and place.startswith(f"{prefix}:"):
                 place = place[len(prefix) :]
         net = tuple(after - b for after, b in zip(live.rows, before, strict=True))
-        self.effects.append((name, (net, mark, place)))
+        self.effects.append((name, (net, mark, place), 1))
 
     def _step(self, event: Event) -> None:
         prefix = f"{event.stage}{event.what}" if event.kind == "run" else ""
@@ -78,13 +89,13 @@ def note_memory(evaluator: Evaluator, plan: Plan, models: tuple[StageModel, ...]
         rank_memory(models, plan, rank, make_walk=make, **evaluator.memory_options())
         walk = made[0]
         events: dict[str, list[list[int]]] = {}
-        for name, effect in walk.effects:
+        for name, effect, times in walk.effects:
             number = numbers.setdefault(effect, len(numbers))
             runs = events.setdefault(name, [])
             if runs and runs[-1][0] == number:
-                runs[-1][1] += 1
+                runs[-1][1] += times
             else:
-                runs.append([number, 1])
+                runs.append([number, times])
         ((shared, _),) = events.pop("shared")
         ((update, _),) = events.pop("update all")
         ranks.append(

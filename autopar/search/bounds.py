@@ -141,9 +141,11 @@ class Bounds(Candidates):
         ranks, microbatches = point.pipeline, point.microbatches
         path = self._path(totals, share, not SCHEDULES[point.schedule].splits_backward)
         took = microbatches * work - late
-        found = max(path, took / ranks)
-        if point.schedule == "1f1b" and microbatches > ranks:
-            found = max(found, (took + (ranks - 1) * path) / ranks)
+        crowded = totals.crowded_s(ranks) * share
+        found = max(path, took / ranks, microbatches * crowded)
+        if point.schedule == "1f1b":
+            mean = (took + (ranks - 1) * path) / ranks if microbatches > ranks else 0.0
+            found = max(found, path + (microbatches - 1) * crowded, mean)
         elif point.chunks == 1 and ranks > 1:
             # Rank r works M w_r after F_0 .. F_{r-1}: least where all ranks end together.
             lead = totals.slope / microbatches * (work > 0)
@@ -472,11 +474,8 @@ class Bounds(Candidates):
             if device.name not in found:
                 table = self.problem.table(point, device, weight=True)
                 assert table is not None
-                edges = tuple(
-                    zip(
-                        stages.intervals.start.tolist(), stages.intervals.stop.tolist(), strict=True
-                    )
-                )
+                mine = stages.intervals
+                edges = tuple(zip(mine.start.tolist(), mine.stop.tolist(), strict=True))
                 found[device.name] = self.intervals(point, table, only=edges)
         return [found[devices[rank].name] for rank in point.stage_ranks]
 

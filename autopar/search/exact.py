@@ -110,6 +110,8 @@ class _State:
             found = max(bound, bounds.scaled(point, lightest=True, limit=self.limit))
             if found < self.limit:  # its own table takes its time
                 found = max(found, bounds.cheap(point, lightest=True, limit=self.limit))
+            if found < self.limit:  # no member may be worth a look at their cut
+                found = self.least_of_members(point, found)
             self.push(found, 1, point)
         elif level == 1:
             found = max(bound, bounds.group(point, self.limit))
@@ -131,6 +133,15 @@ class _State:
             self.evaluate(bound, point)
         else:
             self.close(bound, point)
+
+    def least_of_members(self, point: Point, known: float) -> float:
+        """A bound that holds for every member of a group, given one that does."""
+        least = math.inf
+        for member in self.problem.space.members(point):
+            least = min(least, self.bounds.cheap(member, limit=self.limit))
+            if least <= known:
+                return known
+        return least
 
     def expect(self) -> None:
         """Tell a second process, if there is one, what will be asked next."""

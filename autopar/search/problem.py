@@ -41,6 +41,8 @@ from autopar.search.units import Units
 
 OPTIONS = ("full", "selective", "none")
 """Policies of what a layer computes again, least memory first."""
+REMEMBERED = 16
+"""Predictions of single plans that are kept."""
 Question = tuple[Any, ...]
 """What a second process may be asked: ``("table", alike, name of the device, weight)``, see
 `Problem.table`, or ``("group", point)``, see `autopar.search.bounds.Bounds.group`."""
@@ -100,6 +102,7 @@ class _Known:
     wires: dict[object, Wires] = field(default_factory=dict)
     devices: dict[object, tuple[Device, ...]] = field(default_factory=dict)
     outcomes: dict[Candidate, Outcome | None] = field(default_factory=dict)
+    predictions: dict[Candidate, Prediction] = field(default_factory=dict)
     evaluated: int = 0
 
 
@@ -376,7 +379,13 @@ class Problem:
         Raises:
             PlanError: If the plan does not fit the model or the cluster.
         """
-        return self.evaluator.evaluate(self.plan(candidate), self.again(candidate))
+        known = self._known.predictions
+        if candidate not in known:
+            found = self.evaluator.evaluate(self.plan(candidate), self.again(candidate))
+            if len(known) == REMEMBERED:  # they are large; the oldest goes
+                known.pop(next(iter(known)))
+            known[candidate] = found
+        return known[candidate]
 
     def outcome(self, candidate: Candidate) -> Outcome | None:
         """What a candidate takes; None if it cannot be carried out."""

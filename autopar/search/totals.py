@@ -7,7 +7,7 @@ Memory that is short makes some units compute again: which these are is a knapsa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,7 @@ class Totals:
         least_bytes: Of those with least.
         lean_s: Seconds of the device at least that units compute again if each keeps as little as
             it can; 0 where no option has least memory for all of them.
+        dearest_s: Seconds of the device of the units that take most, summed up, shape (units + 1,).
     """
 
     seconds: Floats
@@ -120,6 +121,8 @@ class Totals:
     most_bytes: float
     least_bytes: float
     lean_s: float
+    dearest_s: Floats
+    _crowds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -143,6 +146,7 @@ class Totals:
         after = kernel_seconds(rest[0], speed) + kernel_seconds(rest[1] + rest[2], speed)
         relief, least = Relief.of(table), table.saved_bytes.min(axis=0)
         common = (table.saved_bytes <= least).all(axis=1).any()
+        device_s = np.sort(each[:, 0:2].sum(axis=(0, 1)))[::-1]
         return cls(
             seconds=each.sum(axis=-1, keepdims=True),
             chain=each[..., main].sum(axis=-1, keepdims=True),
@@ -156,7 +160,18 @@ class Totals:
             most_bytes=float(table.saved_bytes[-1].sum()),
             least_bytes=float(least.sum()),
             lean_s=float(relief.device_s.sum()) * ROUNDED if common else 0.0,
+            dearest_s=np.concatenate([[0.0], np.cumsum(device_s)]),
         )
+
+    def crowded_s(self, ranks: int) -> float:
+        """Seconds of the device at least that a microbatch takes on the rank with most to do.
+
+        Args:
+            ranks: Pipeline ranks.
+        """
+        if ranks not in self._crowds:
+            self._crowds[ranks] = crowded_s(self.dearest_s, ranks) * ROUNDED
+        return self._crowds[ranks]
 
     def live_at_least(self, point: Point, share: float, limit: float) -> Floats:
         """For every unit the microbatches at least whose saved memory is live at once.
@@ -178,3 +193,19 @@ class Totals:
             return np.ones(len(self.after))
         stage = np.floor(ranks - self.after * share / (limit / count) * (1 - 1e-9))
         return np.clip(ranks - np.maximum(stage, 0), 1, min(ranks, count))
+
+
+def crowded_s(dearest_s: Floats, ranks: int) -> float:
+    """Seconds at least of the rank with most to do, as units are whole.
+
+    Of the dearest j units one rank has a share that is rounded up, and these take at least as long
+    as the cheapest of the j.
+
+    Args:
+        dearest_s: Seconds of the units that take most, summed up from the dearest on, from 0;
+            shape (units + 1,).
+        ranks: Ranks between which the units are divided.
+    """
+    dearest = np.arange(1, len(dearest_s))
+    least = dearest_s[dearest] - dearest_s[dearest - -(-dearest // ranks)]
+    return float(least.max(initial=0.0))

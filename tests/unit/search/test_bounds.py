@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.presets.registry import build
@@ -15,6 +19,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.exact import even_candidate
 from autopar.search.problem import Candidate, Problem
 from autopar.search.space import Point
+from autopar.search.totals import crowded_s
 from autopar.trace import Traced, trace
 from tests.unit.search.problems import Remembered, small, traced
 
@@ -115,3 +120,14 @@ def below(problem: Remembered, found: object, memory: int) -> None:
             for level in LEVELS:
                 bound = getattr(bounds, level)(point)
                 assert bound <= least * (1 + EXACT) or math.isinf(least), (level, point.text())
+
+
+@given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_fullest_rank_does_no_less_than_whole_units_make_it(took: list[float], ranks: int):
+    dearest = np.cumsum([0.0, *sorted(took, reverse=True)])
+    places = np.array(list(itertools.product(range(ranks), repeat=len(took))))
+    loads = np.stack([(places == rank) @ np.array(took) for rank in range(ranks)])
+    best = loads.max(axis=0).min()
+    assert crowded_s(dearest, ranks) <= best * (1 + EXACT) + EXACT
+    if len(set(took)) == 1:
+        assert crowded_s(dearest, ranks) == pytest.approx(best)
