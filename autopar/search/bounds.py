@@ -143,9 +143,8 @@ class Bounds(Candidates):
         took = microbatches * work - late
         crowded = totals.crowded_s(ranks) * share
         found = max(path, took / ranks, microbatches * crowded)
-        if point.schedule == "1f1b":
-            mean = (took + (ranks - 1) * path) / ranks if microbatches > ranks else 0.0
-            found = max(found, path + (microbatches - 1) * crowded, mean)
+        if point.schedule == "1f1b" and microbatches > ranks:
+            found = max(found, (took + (ranks - 1) * path) / ranks)
         elif point.chunks == 1 and ranks > 1:
             # Rank r works M w_r after F_0 .. F_{r-1}: least where all ranks end together.
             lead = totals.slope / microbatches * (work > 0)
