@@ -16,13 +16,21 @@ from autopar.cost_models.cluster import ClusterSpec, memory_is_known
 from autopar.cost_models.evaluate import Prediction, Software
 from autopar.cost_models.evaluate import evaluate as price
 from autopar.cost_models.forecast import cluster_of
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError
 from autopar.imports.read import resolve
 from autopar.plan.adapt import adapt
 from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
-from autopar.planning import find_plan, fitter, kept_by_search, optimizer_of, planner, priced
+from autopar.planning import (
+    asked_of_search,
+    find_plan,
+    fitter,
+    kept_by_search,
+    optimizer_of,
+    planner,
+    priced,
+)
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
@@ -32,7 +40,7 @@ from autopar.runtime.measure import measure as time_machine
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
-from autopar.search.find import FIXABLE, Found, Request
+from autopar.search.find import Found, Request
 from autopar.sharding.mesh import Mesh
 from autopar.trace import trace
 
@@ -139,9 +147,8 @@ def compile(
             "tp", "batch": "dp"}``. Either may say more, as text (``"megatron,microbatches=8,
             schedule=1f1b,zero=1,recompute=selective"``) or as further keys of the map:
             ``microbatches``, ``schedule``, ``chunks``, ``zero``, ``recompute``, ``cuts``,
-            ``update_every``, ``vertical_sync``. Or a file with such a map, or with a configuration
-            of DeepSpeed, Megatron-LM, torchtitan or Accelerate (``"deepspeed.json"``); what a plan
-            cannot hold of it is among the plan's notes.
+            ``placements``, ``update_every``, ``vertical_sync``. Or a file: such a map, or what
+            DeepSpeed, Megatron-LM, torchtitan or Accelerate read; notes say what no plan can hold.
         plan: A plan or plan file to carry out instead. One that was made for another batch,
             sequence length or cluster keeps its choices and is priced anew; what that changes is
             logged (``autopar``), and is refused if it has too little memory. One of another model
@@ -223,8 +230,7 @@ def search(
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
         mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
-        constraints: What else to keep: ``microbatches``, ``schedule``, ``chunks``, ``zero``,
-            ``recompute``.
+        constraints: What else to keep, as in `compile`; the rest is chosen.
         optimizer: Name of the optimizer.
         strategy: ``exact``, ``expert``, ``mcmc``, ``rl`` or, for small problems, ``exhaustive``.
         effort: ``normal`` stops at a proven gap of 1 %, ``high`` at 0.5 %.
@@ -243,13 +249,7 @@ def search(
     spec = _cluster(cluster)
     assert spec is not None
     given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True)
-    kept = kept_by_search(spec, given.constraints)
-    if kept is None:
-        raise PlanError(
-            "the constraints name a strategy or say what axes split, and leave nothing to search",
-            expected="some of " + ", ".join(FIXABLE),
-            where="constraints",
-        )
+    kept = asked_of_search(spec, given.constraints)
     request = Request(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
         on_progress=on_progress, ahead=True,

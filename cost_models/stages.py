@@ -125,7 +125,11 @@ def stage_models(
 
 
 def single_stage(
-    placement: Placement, plan: Plan, loss: str | None, implementation: Implementation
+    placement: Placement,
+    plan: Plan,
+    loss: str | None,
+    implementation: Implementation,
+    again: frozenset[str] | None = None,
 ) -> tuple[StageTask, Mapping[int, int]]:
     """What a plan of one stage computes, ready to be taped.
 
@@ -134,12 +138,14 @@ def single_stage(
         plan: The plan.
         loss: Name of the loss; None for a graph without.
         implementation: How ops are carried out.
+        again: Names of the nodes that backward computes again, if that is known: copies of a block
+            that differ in it are not folded. Those of the plan by default.
 
     Returns:
         The task, and for each node that is folded away, by index, the one that stands for it.
     """
     rank = Rank.of(placement.sharded.mesh)
-    made = _Stages(placement, plan, loss, implementation, rank, (FIRST_BYTES, LIMIT_BYTES))
+    made = _Stages(placement, plan, loss, implementation, rank, (FIRST_BYTES, LIMIT_BYTES), again)
     folded = made.fold(made.stages.nodes[0])
     return made.task(0, folded), folded.stand_in
 

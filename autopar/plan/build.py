@@ -20,6 +20,7 @@ from autopar.plan.microbatch import (
     place_in_time,
 )
 from autopar.plan.parts import PipelinePlan, check_pipeline, check_zero
+from autopar.plan.placements import refuse_other_placements
 from autopar.plan.plan import ParameterPlan, Plan, UnruledOp
 from autopar.plan.recompute import recompute_patterns, resolve_recompute
 from autopar.plan.remarks import remarks, stage_remarks
@@ -120,7 +121,7 @@ def _word(sharded: ShardedGraph, name: str, placement: object) -> str:
     return f"dim{placement.dim}@{placement.dim}:{placement.stride}x{placement.size}"
 
 
-def _words(sharded: ShardedGraph, name: str) -> tuple[str, ...]:
+def words_of(sharded: ShardedGraph, name: str) -> tuple[str, ...]:
     """How a parameter is stored, a word for every axis but the one in time."""
     forward = sharded.inputs[name].forward
     return tuple(_word(sharded, name, item) for item in forward[has_time(sharded) :])
@@ -217,7 +218,10 @@ def make_plan(
     unruled = unruled_ops(graph, sharded.factors)
     if strict:
         refuse_unruled(unruled)
-    return describe(sharded, mesh, normal, notes, unruled), sharded
+    plan = describe(sharded, mesh, normal, notes, unruled)
+    placed = {item.fqn: item.placement for item in plan.parameters}
+    refuse_other_placements(normal.placements, placed, sharded.factors.names())
+    return plan, sharded
 
 
 def refuse_unruled(unruled: tuple[UnruledOp, ...]) -> None:
@@ -269,7 +273,7 @@ def describe(
                 fqn=item.target,
                 shape=item.value.spec.shape,
                 dtype=item.value.spec.dtype,
-                placement=_words(sharded, item.value.name),
+                placement=words_of(sharded, item.value.name),
             )
             for item in graph.parameters()
         ),
@@ -322,7 +326,7 @@ def apply_plan(plan: Plan, graph: Graph) -> ShardedGraph:
     sharded = place_graph(graph, plan.device_mesh, constraints, factors, plan)
     for planned, item in zip(plan.parameters, graph.parameters(), strict=True):
         name = item.value.name
-        words = _words(sharded, name)
+        words = words_of(sharded, name)
         if words != planned.placement:
             raise PlanError(
                 f"the plan stores {planned.fqn} as {list(planned.placement)}, but its choices "

@@ -1,7 +1,8 @@
 """What constraints say beside factors: schedule, microbatches, ZeRO, recompute.
 
 In a map these are reserved keys beside factor names; in text they follow the strategy's name:
-``"megatron,zero=1,microbatches=4,schedule=1f1b,recompute=full"``.
+``"megatron,zero=1,microbatches=4,schedule=1f1b,recompute=full"``; parts of a list are joined with
+``+``, placements are pairs such as ``lm_head.weight:whole``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ RESERVED: Mapping[str, str] = {
     "vertical_sync": "true or false",
     "pipeline_axis": "a mesh axis",
     "cuts": "a list of op keys or module paths",
+    "tensor": "what tensor axes split: megatron, megatron_sp, sequence or features",
+    "placements": "a map from parameters to how each lies: whole, split or a factor",
     "zero": '0, 1, 2, 3 or {"stage": 2, "axes": ["dp"]}',
     "recompute": '"full", "selective", "none" or a list of patterns over op keys',
 }
@@ -75,6 +78,9 @@ def _read(key: str, value: str) -> object:
         return value.lower() == "true"
     if key == "cuts" or (key == "recompute" and value not in POLICIES):
         return value.split("+")
+    if key == "placements":  # name:word of each
+        pairs = (part.partition(":") for part in value.split("+"))
+        return {name.strip(): word.strip() for name, _, word in pairs}
     return value
 
 
@@ -86,14 +92,24 @@ def _bad(key: str, value: object) -> PlanError:
     )
 
 
-def _number(extras: Mapping[str, Any], key: str, default: int, least: int) -> int:
+def read_number(extras: Mapping[str, Any], key: str, default: int, least: int) -> int:
+    """A whole number from `least` that constraints give; `default` if they do not.
+
+    Raises:
+        PlanError: If it is none.
+    """
     value = extras.get(key, default)
     if type(value) is not int or value < least:
         raise _bad(key, value)
     return value
 
 
-def _texts(extras: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def read_texts(extras: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of texts that constraints give; empty if they do not.
+
+    Raises:
+        PlanError: If it is none.
+    """
     value = extras.get(key, ())
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise _bad(key, value)
@@ -132,11 +148,11 @@ def read_pipeline(extras: Mapping[str, Any], mesh: Mesh) -> PipelinePlan:
     pipeline = PipelinePlan(
         axis=pipeline_axis(extras, mesh),
         schedule=schedule,
-        microbatches=_number(extras, "microbatches", 1, 1),
-        chunks=_number(extras, "chunks", default_chunks(schedule), 1),
-        update_every=_number(extras, "update_every", 0, 0),
+        microbatches=read_number(extras, "microbatches", 1, 1),
+        chunks=read_number(extras, "chunks", default_chunks(schedule), 1),
+        update_every=read_number(extras, "update_every", 0, 0),
         vertical_sync=extras.get("vertical_sync", False),
-        cuts=_texts(extras, "cuts"),
+        cuts=read_texts(extras, "cuts"),
     )
     try:
         check_pipeline(pipeline, mesh.axes, "")
@@ -196,4 +212,4 @@ def read_recompute(extras: Mapping[str, Any]) -> tuple[str, ...]:
                 where="constraints['recompute']",
             )
         return (value,)
-    return _texts(extras, "recompute")
+    return read_texts(extras, "recompute")

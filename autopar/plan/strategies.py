@@ -22,10 +22,19 @@ from autopar.plan.extras import (
     split_text,
 )
 from autopar.plan.parts import PipelinePlan, ZeroPlan
+from autopar.plan.placements import Wanted, read_placements
 from autopar.sharding.mesh import MICROBATCH, Mesh
 
 MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
 """Factors that tensor parallelism splits, best first (Megatron-LM, arXiv 1909.08053)."""
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "megatron": MODEL,
+    "megatron_sp": (*MODEL, "seq"),
+    "sequence": ("seq",),
+    "features": ("hidden", "channels"),
+}
+"""What a tensor axis may split, by name: factors, best first. Constraint ``tensor`` names one."""
 
 STANDARD = (*MODEL, "batch", "seq", "hidden", "channels")
 """Factors that strategies put on axes, whether or not a model has them."""
@@ -52,6 +61,7 @@ class Constraints:
         pipeline: Stages, microbatches and schedule; its cuts may be module paths.
         zero: What data-parallel ranks hold once.
         recompute: Patterns over op keys, or names of policies.
+        placements: How single parameters have to lie.
     """
 
     strategy: str
@@ -61,6 +71,7 @@ class Constraints:
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     zero: ZeroPlan = field(default_factory=ZeroPlan)
     recompute: tuple[str, ...] = ()
+    placements: tuple[Wanted, ...] = ()
 
     def names(self, axis: str) -> tuple[str, ...]:
         """Factors that `axis` splits, best first; the axis in time splits the batch."""
@@ -164,6 +175,7 @@ def parse_constraints(constraints: str | Mapping[str, object] | None, mesh: Mesh
         pipeline=pipeline,
         zero=read_zero(extras, pipeline, base.data_axes(), base.storage),
         recompute=read_recompute(extras),
+        placements=read_placements(extras["placements"]) if "placements" in extras else (),
     )
 
 
@@ -179,6 +191,8 @@ def _splits(
             + ", ".join(RESERVED),
             where=f"constraints[{next(iter(splits))!r}]",
         )
+    if "tensor" in extras:
+        return _role(extras, splits, rest)
     if splits or not extras:
         return _factor_map(splits, mesh, rest)
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
@@ -189,6 +203,40 @@ def _splits(
             fix=f"did you mean {close[0]!r}?" if close else None,
         )
     return _named(strategy, rest)
+
+
+def read_role(value: object) -> str:
+    """The name of what a tensor axis splits that constraint ``tensor`` gives.
+
+    Raises:
+        PlanError: If it is none of `ROLES`.
+    """
+    if not isinstance(value, str) or value not in ROLES:
+        close = get_close_matches(str(value), ROLES, 1)
+        raise PlanError(
+            f"a tensor axis cannot split {value!r}",
+            expected="; ".join(f"{name} ({', '.join(order)})" for name, order in ROLES.items()),
+            fix=f"did you mean {close[0]!r}?"
+            if close
+            else 'put factors on axes instead: {"heads": "tp", "ffn": "tp"}',
+            where="constraints['tensor']",
+        )
+    return value
+
+
+def _role(extras: Mapping[str, Any], splits: Mapping[Any, Any], rest: Mesh) -> Constraints:
+    """Constraints of axes that split data, and of tensor axes that split what is named."""
+    role = read_role(extras["tensor"])
+    other = next(iter(splits), "strategy" if "strategy" in extras else None)
+    if other is not None:
+        raise PlanError(
+            f"constraints say tensor={role}, and {other!r} says what axes split, too",
+            expected="one of them",
+            where="constraints['tensor']",
+        )
+    named = _named("megatron", rest)
+    order = tuple((name, ROLES[role] if own == MODEL else own) for name, own in named.order)
+    return Constraints(strategy=f"tensor={role}", order=order)
 
 
 def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraints:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autopar.plan.forecast import AlternativeForecast, Forecast, RankForecast
 from autopar.plan.plan import Plan
+from autopar.plan.strategies import ROLES
 from autopar.report.trees import over
 from autopar.schedules.make import SCHEDULES
-from autopar.search.space import ROLES
 from autopar.units import format_bytes, format_seconds
 
 _NUMBERS = {"m": "microbatches", "zero": "ZeRO", "v": "stages per rank"}

@@ -168,7 +168,7 @@ class Bounds(Candidates):
         """Seconds of a microbatch at least that the device computes again, as memory is short."""
         saved = share * (LINEAR if share < 1 else 1.0)
         room = (self._room(point) - self.held(point, totals, zero)) / saved
-        if totals.most_bytes * point.microbatches <= room:
+        if totals.most_bytes * point.microbatches <= room or self.uneven(point):
             return 0.0
         live = totals.live_at_least(point, share, limit / self.sharing())
         return totals.relief.least_s(live, float(live @ totals.kept_bytes) - room) * share
@@ -379,7 +379,7 @@ class Bounds(Candidates):
     def _lean_quickly(self, point: Point) -> float:
         """A bound of `lean` from sums over the model."""
         totals = self.totals(point)
-        if totals is None or point.chunks > 1:
+        if totals is None or (point.chunks > 1 and not self.uneven(point)):
             return math.inf
         work, late = self._microbatch(point, totals, 1.0, True, totals.lean_s)
         return (point.microbatches * work - late) / point.pipeline
@@ -392,7 +392,8 @@ class Bounds(Candidates):
         """
         group = replace(point, zero=0, data_outside=False)
         if group not in self._leans:
-            self._leans[group] = self._lean(group) if point.chunks == 1 else math.inf
+            usable = point.chunks == 1 or self.uneven(point)
+            self._leans[group] = self._lean(group) if usable else math.inf
         return self._leans[group]
 
     def _lean(self, point: Point) -> float:
@@ -404,7 +405,7 @@ class Bounds(Candidates):
             _, low, high = mine.leanest()
             sums, _ = mine.mixed(low, high, mine.layers, np.arange(len(low)))
             forward, backward = durations(sums, self.problem.software.speed)
-            fits = np.isfinite(item.forward_s)
+            fits = np.isfinite(item.forward_s) | self.uneven(point)
             forward = np.where(fits, forward, np.inf)
             filled.append(replace(item, forward_s=forward, backward_s=backward))
         return self._any_cut(point, replace(stages, filled=filled), self.chain(point))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,7 +154,9 @@ class Candidates:
     def _grid(
         self, point: Point, table: UnitTable, longest: int | None, only: Edges | None
     ) -> Grid:
-        count = self.problem.units.count
+        count, edges = self.problem.units.count, self.problem.edges
+        if edges is not None and point.num_stages > 1 and only is None:
+            only = tuple(pairwise((0, *edges, count)))
         if only is not None or (point.pipeline == 1 and point.chunks == 1):
             start, stop = np.array(only or [(0, count)], np.int64).T
             everyone = np.arange(len(start))
@@ -240,9 +243,18 @@ class Candidates:
             ranges(table.saved_bytes * layer, start, stop),
         )
 
+    def uneven(self, point: Point) -> bool:
+        """Whether the ranks of a point have chunks that were cut as asked.
+
+        They need not be alike, so that a rank's memory is not divided evenly among them.
+        """
+        return point.chunks > 1 and self.problem.edges is not None
+
     def longest(self, point: Point) -> int | None:
         """Most units of a stage that is worth a look."""
         if point.num_stages == 1 or self.problem.units.count <= MANY_UNITS:
+            return None
+        if self.problem.edges is not None:
             return None
         if not self.problem.cluster.is_uniform:  # the fastest devices may have most of the model
             return None

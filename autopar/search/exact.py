@@ -244,7 +244,7 @@ def _search(
         problem,
         bounds,
         gap=gap,
-        many=many,
+        many=many and problem.edges is None,
         spare=SINGLE if many else CLOSED // problem.units.count,
         deadline_s=begun + time_limit_s,
     )
@@ -323,12 +323,24 @@ def _features(point: Point) -> tuple[int, int, int]:
 def describe_space(problem: Problem) -> str:
     """What the certificate covers, in words."""
     roles = ", ".join(problem.space.roles) or "none"
-    return (
+    how, even = "with every cut on borders of blocks", " with the most even cut"
+    if problem.edges is not None:
+        how, even = "with the cuts asked for", ", too"
+    text = (
         "meshes of pipeline, data and one tensor axis over all devices; tensor axis splits one of: "
-        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules 1f1b with every cut on borders "
-        "of blocks, interleaved_1f1b, zb_h1, zbv with the most even cut; per layer "
-        f"{', '.join(problem.options)} of recomputation. The best of these is improved op by op"
+        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules 1f1b {how}, "
+        f"interleaved_1f1b, zb_h1, zbv{even}; per layer "
+        f"{', '.join(problem.options)} of recomputation"
     )
+    if not problem.asked.pinned:
+        text += ". The best of these is improved op by op"
+    return as_asked(problem, text)
+
+
+def as_asked(problem: Problem, space: str) -> str:
+    """A space in words, with what constraints fix of it."""
+    asked = problem.asked.text()
+    return f"{space}; of these only what keeps {asked}" if asked else space
 
 
 def _alternatives(state: _State, count: int = 10) -> tuple[Outcome, ...]:
@@ -345,7 +357,8 @@ def best_candidate(
         It, and for every pipeline rank the bytes beyond static and saved memory.
     """
     best, over = _suggested(problem, bounds, point)
-    if best is None and point.chunks == 1:  # chunks of a rank share its memory evenly
+    # Chunks of a rank share its memory evenly, unless they were cut as asked.
+    if best is None and (point.chunks == 1 or bounds.uneven(point)):
         lean = leanest(problem, bounds, point)
         best = lean if lean is not None and lean.fits else None
     if best is not None and point.schedule == "1f1b":

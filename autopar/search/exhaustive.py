@@ -62,7 +62,8 @@ def candidates(problem: Problem, point: Point) -> Iterator[Candidate]:
         if outcome is not None:
             yield outcome.candidate
         return
-    for edges in combinations(range(1, problem.units.count), point.pipeline - 1):
+    places = range(1, problem.units.count) if problem.edges is None else problem.edges
+    for edges in combinations(places, point.pipeline - 1):
         bounds = (0, *edges, problem.units.count)
         mixes = [mixes_of(problem, low, high) for low, high in pairwise(bounds)]
         for mix in product(*mixes):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from autopar.search.bounds import Bounds
-from autopar.search.exact import even_candidate
+from autopar.search.exact import as_asked, even_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.space import Point
@@ -82,7 +82,10 @@ def over_grid(
         alternatives=tuple(item for item in found if item is not best)[:10],
         certificate=Certificate(
             bound_s=0.0,
-            space=f"the grids of Megatron-LM, FSDP and DeepSpeed{space}; no bound on other plans",
+            space=as_asked(
+                problem,
+                f"the grids of Megatron-LM, FSDP and DeepSpeed{space}; no bound on other plans",
+            ),
             points=len(points),
             pruned={},
             evaluated=problem.evaluated,

@@ -11,13 +11,13 @@ from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction, Software
 from autopar.errors import InputError, PlanError
 from autopar.graph.ir import Graph
-from autopar.plan.extras import POLICIES
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
+from autopar.search.asked import Asked
 from autopar.search.finish import certificate_note, finish
 from autopar.search.infeasible import explain_infeasible
-from autopar.search.problem import OPTIONS, Problem
+from autopar.search.problem import Problem
 from autopar.search.result import SearchResult
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
@@ -30,8 +30,6 @@ LIMITS_S = {"normal": 60.0, "high": 180.0}
 SMALL = 64
 """Devices up to which a search of normal effort improves the best plan op by op."""
 HALVES = frozenset(("bfloat16", "float16"))
-FIXABLE = ("microbatches", "schedule", "chunks", "zero", "recompute")
-"""Constraints beside a mesh that a search takes and chooses the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,7 @@ def find(
         loss: Name of its loss.
         cluster: The cluster; all its devices are used.
         mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
-        constraints: Values of `FIXABLE` to keep; the rest is chosen.
+        constraints: What else to keep, see `autopar.search.asked`; the rest is chosen.
         request: How to search.
         optimizer: Name of the optimizer.
         memory_known: Whether the cluster's memory is more than a guess, and so a limit.
@@ -149,18 +147,17 @@ def find(
             f"time limit {limit_s}", expected="seconds from 0", where="time_limit_s (--time-limit)"
         )
     strategy = STRATEGIES[request.strategy]
-    allowed, options = _allowed(mesh, constraints or {})
+    asked = Asked.of(mesh, constraints or {})
     problem = Problem(
         graph,
         loss,
         cluster,
         software=Software.of(cluster.hardware(0), optimizer),
-        allowed=allowed,
-        options=options,
+        asked=asked,
         memory_bytes=None if memory_known else _UNKNOWN_BYTES,
     )
     if not any(True for _ in problem.space.points()):
-        raise _empty(problem, allowed)
+        raise _empty(problem)
     result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
@@ -206,71 +203,56 @@ def format_notes(graph: Graph, cluster: ClusterSpec) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _allowed(
-    mesh: Mesh | None, constraints: Mapping[str, Any]
-) -> tuple[dict[str, tuple[object, ...]], tuple[str, ...]]:
-    """Fields of points that are fixed, and policies of recomputation."""
-    allowed: dict[str, tuple[object, ...]] = {}
-    if mesh is not None:
-        sizes = dict(mesh.axes)
-        unknown = sorted(set(sizes) - {"pp", "dp", "tp"})
-        if unknown:
-            raise PlanError(
-                f"a search cannot fill mesh axis {unknown[0]!r}",
-                expected="axes pp, dp and tp, or constraints that say what each axis splits",
-                where="mesh",
-            )
-        for axis, name in (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor")):
-            allowed[name] = (sizes.get(axis, 1),)
-    for name, value in constraints.items():
-        if name not in FIXABLE:
-            raise PlanError(
-                f"a search cannot keep constraint {name!r}",
-                expected="a mesh, or some of " + ", ".join(FIXABLE),
-                where=f"constraints[{name!r}]",
-            )
-        if name != "recompute":
-            allowed[name] = (value,)
-    policy = constraints.get("recompute")
-    if policy is None:
-        return allowed, OPTIONS
-    if policy not in POLICIES:
-        raise PlanError(
-            f"a search cannot keep recompute={policy!r}",
-            expected="one of " + ", ".join(POLICIES),
-            where="constraints['recompute']",
-        )
-    return allowed, (str(policy),)
+_SAID = {
+    "pipeline": "mesh axis pp", "data": "mesh axis dp", "tensor": "mesh axis tp",
+    "data_outside": "an order of mesh axes", "role": "tensor",
+    "micro_batch": "samples of a data rank at a time", "sharding": "a tensor axis",
+}  # fmt: skip
+"""Parts of points in the words of constraints, where these differ."""
+_WHERE = {
+    "pipeline": "mesh", "data": "mesh", "tensor": "mesh", "data_outside": "mesh",
+    "num_stages": "constraints['cuts']", "sharding": "constraints",
+}  # fmt: skip
 
 
-def _empty(problem: Problem, allowed: Mapping[str, tuple[object, ...]]) -> PlanError:
+def _empty(problem: Problem) -> PlanError:
     """Why no point is left."""
-    free = replace(problem.space, allowed={})
+    space = problem.space
     kept: dict[str, tuple[object, ...]] = {}
-    for name, values in allowed.items():
+    for name, values in space.allowed.items():
+        rest = tuple(replace(space, allowed=kept).points())
         kept[name] = values
-        if not any(True for _ in replace(free, allowed=kept).points()):
-            found = sorted(
-                {
-                    getattr(point, name)
-                    for point in replace(
-                        free, allowed={k: v for k, v in kept.items() if k != name}
-                    ).points()
-                }
-            )
+        if rest and not any(True for _ in replace(space, allowed=kept).points()):
+            beside = problem.asked.text()
+            found = sorted({space.value(point, name) for point in rest}, key=str)
+            if all(isinstance(value, int | float) for value in found):
+                found.sort()
+            what = f"{_SAID.get(name, name)} {' or '.join(map(_shown, values))}"
+            if name == "num_stages":
+                what = f"the {values[0]} stages that its cuts make"
             return PlanError(
-                f"no plan on {problem.cluster} of global batch {problem.space.batch} has"
-                f" {name} {values[0]!r}",
-                expected="one of " + ", ".join(map(str, found[:20])) if found else None,
-                where=f"constraints[{name!r}]",
+                f"no plan on {problem.cluster} of global batch {space.batch} has {what}"
+                + (f" with {beside}" if len(problem.asked.texts()) > 1 else ""),
+                expected="one of " + ", ".join(map(_shown, found[:20])),
+                where=_WHERE.get(name, f"constraints[{name!r}]"),
             )
     return PlanError(
-        f"{problem.space.num_devices} devices cannot share a global batch of"
-        f" {problem.space.batch} samples",
+        f"{space.num_devices} devices cannot share a global batch of {space.batch} samples",
         expected="at most as many data-parallel ranks as samples",
         fix="take a larger batch or fewer devices",
         where="cluster",
     )
 
 
-__all__ = ["FIXABLE", "GAPS", "LIMITS_S", "STRATEGIES", "Found", "Request", "find"]
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "dp before pp" if value else "pp before dp"
+    if isinstance(value, tuple):
+        tensor, role = value
+        return f"tp={tensor} {role}".rstrip()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value or "none" if isinstance(value, str) else str(value)
+
+
+__all__ = ["GAPS", "LIMITS_S", "STRATEGIES", "Found", "Request", "find"]

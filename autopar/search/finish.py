@@ -53,6 +53,8 @@ def recompute_of(problem: Problem, candidate: Candidate) -> tuple[str, ...]:
         problem: The problem.
         candidate: The candidate.
     """
+    if problem.asked.recompute:
+        return problem.asked.recompute
     again = problem.again(candidate)
     if not again:
         return ()

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 
 from autopar.search.bounds import Bounds
 from autopar.search.closing import close
-from autopar.search.exact import FEW_UNITS, best_candidate, even_candidate
+from autopar.search.exact import FEW_UNITS, as_asked, best_candidate, even_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.space import Point
@@ -148,7 +148,7 @@ def unproven(
         best=best,
         alternatives=tuple(item for item in ordered if item is not best)[:10],
         certificate=Certificate(
-            bound_s=0.0, space="no proof", points=points, pruned={},
+            bound_s=0.0, space=as_asked(problem, "no proof"), points=points, pruned={},
             evaluated=problem.evaluated, complete=complete,
         ),
         strategy=strategy,

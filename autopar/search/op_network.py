@@ -74,6 +74,7 @@ def op_problem(
     *,
     axes: Sequence[str] | None = None,
     prices: Sequence[float] = (0.0,),
+    pinned: frozenset[str] = frozenset(),
 ) -> OpProblem:
     """The op problem of a model on the mesh of a plan.
 
@@ -87,11 +88,12 @@ def op_problem(
             have more than `FREE_AXES` sub-axes, those that do not split data alone.
         prices: For which prices of memory the best solution is to be among those left, in units
             of `OpProblem.unit_price`; without any all states are left.
+        pinned: Names of nodes that choose as the plan says.
 
     Raises:
         PlanError: If the plan does not fit the model.
     """
-    return _Builder(layout, plan, loss, cluster, software, axes, prices).build()
+    return _Builder(layout, plan, loss, cluster, software, axes, prices, pinned).build()
 
 
 class _Builder:
@@ -104,6 +106,7 @@ class _Builder:
         software: Software | None,
         axes: Sequence[str] | None,
         prices: Sequence[float],
+        pinned: frozenset[str],
     ) -> None:
         self.prices = prices
         device = cluster.hardware(0)
@@ -111,6 +114,7 @@ class _Builder:
         self.software = software or Software.of(device)
         self.placement = layout.place(plan)
         self.layout = self.placement.layout
+        self.pinned = {self.layout.indexes[self.layout.positions[name]] for name in pinned}
         self.constraints = constraints_of(plan)
         self.mesh, self.owner = fine_axes(plan.device_mesh, plan.pipeline)
         self.free = self._free(axes)
@@ -196,7 +200,7 @@ class _Builder:
                 units=factors.units[tied.index],
                 kinds=tuple(kinds.get(name, "") for name in tied.node.operands),
                 chosen=choices[tied.index],
-                free=() if tied.fixed else self.free,
+                free=() if tied.fixed or not self.pinned.isdisjoint(tied.members) else self.free,
             )
             for tied in self.period.ops
         ]

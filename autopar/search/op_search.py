@@ -61,6 +61,7 @@ def best_overrides(
     *,
     axes: Sequence[str] | None = None,
     prices: Sequence[float] = PRICES,
+    pinned: frozenset[str] = frozenset(),
     seed: int = 0,
     cells: int = CELLS,
 ) -> list[OpSharding]:
@@ -74,6 +75,7 @@ def best_overrides(
         software: How it is carried out; this package's runtime by default.
         axes: See `autopar.search.op_network.op_problem`.
         prices: See `PRICES`.
+        pinned: Names of nodes that choose as the plan says.
         seed: Of the solver.
         cells: Most cells of a table of the solver.
 
@@ -83,7 +85,9 @@ def best_overrides(
     Raises:
         PlanError: If the plan does not fit the model.
     """
-    problem = op_problem(layout, plan, loss, cluster, software, axes=axes, prices=prices)
+    problem = op_problem(
+        layout, plan, loss, cluster, software, axes=axes, prices=prices, pinned=pinned
+    )
     found: dict[tuple[tuple[str, tuple[str, ...]], ...], OpSharding] = {}
     known: Assignment = problem.start
     for part in sorted(prices):

@@ -119,7 +119,7 @@ def polished(problem: Problem, outcome: Outcome) -> Outcome:
 def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:
     """Plans with one edge elsewhere, or another choice for one stage."""
     edges = (0, *candidate.edges, problem.units.count)
-    for place in range(1, len(edges) - 1):
+    for place in range(1, len(edges) - 1) if problem.edges is None else ():
         for moved in (edges[place] - 1, edges[place] + 1):
             if edges[place - 1] < moved < edges[place + 1]:
                 yield replace(candidate, edges=(*edges[1:place], moved, *edges[place + 1 : -1]))

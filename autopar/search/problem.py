@@ -31,16 +31,18 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.plan.microbatch import STATISTICS, batch_sizes
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import policy_nodes
+from autopar.plan.recompute import policy_nodes, resolve_recompute
+from autopar.plan.stages import given_keys
+from autopar.plan.strategies import ROLES
 from autopar.schedules.make import SCHEDULES
 from autopar.search.ahead import Ahead
-from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, ROLES, Point, Space
+from autopar.search.asked import OPTIONS, Asked
+from autopar.search.keep import edges_of, kept_shardings
+from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, Point, Space
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
 from autopar.search.units import Units
 
-OPTIONS = ("full", "selective", "none")
-"""Policies of what a layer computes again, least memory first."""
 REMEMBERED = 16
 """Predictions of single plans that are kept."""
 Question = tuple[Any, ...]
@@ -114,12 +116,18 @@ class Problem:
         loss: Name of the loss.
         cluster: The cluster.
         software: How plans are carried out; this package's runtime by default.
-        allowed: Fields of `Point` with the values that they may have.
-        options: Policies of what layers may compute again, least memory first.
+        asked: What constraints fix.
+        allowed: What points may be beside that, see `Space.value`.
+        options: Policies of what layers may compute again, least memory first, if that is free.
         memory_bytes: Memory of every device instead of the cluster's.
 
+    Attributes:
+        asked: What constraints fix.
+        edges: First unit of every stage but the first, if that is fixed.
+        policies: Names of the nodes that backward computes again, by option.
+
     Raises:
-        PlanError: If the model has no loss, or the space is empty.
+        PlanError: If the model has no loss, or cannot keep what is asked for.
     """
 
     def __init__(
@@ -129,6 +137,7 @@ class Problem:
         cluster: ClusterSpec,
         *,
         software: Software | None = None,
+        asked: Asked | None = None,
         allowed: Mapping[str, tuple[object, ...]] | None = None,
         options: tuple[str, ...] = OPTIONS,
         memory_bytes: int | None = None,
@@ -139,14 +148,48 @@ class Problem:
         self.layout = self.evaluator.layout
         self.units = Units.of(self.layout)
         self.memory_bytes = memory_bytes
-        self.options = options
-        self.policies = tuple(policy_nodes(graph, name) for name in options)
-        self.space = self._space(allowed or {})
+        self.asked, self.allowed = asked or Asked(), dict(allowed or {})
+        self.free_options = options
+        self.options, self.policies = self._options(options)
+        self.edges = edges_of(self.units, self.asked.cuts) if self.asked.cuts else None
+        self.space = self._space()
         self.exact_data = not self.space.microbatched
         self.parameters = Parameters.of(graph, self.units, self.software)
         self.device = cluster.hardware(0)
         self._known = _Known()
         self.second: Ahead | None = None
+
+    def like(
+        self,
+        *,
+        asked: Asked | None = None,
+        cluster: ClusterSpec | None = None,
+        memory_bytes: int | None = None,
+    ) -> Problem:
+        """The same model, where other things are asked for, or on other devices.
+
+        Args:
+            asked: What constraints fix; the same by default.
+            cluster: The cluster; the same by default, with the same memory.
+            memory_bytes: Memory of every device instead of the cluster's.
+
+        Raises:
+            PlanError: If the model cannot keep what is asked for.
+        """
+        if cluster is None and memory_bytes is None:
+            memory_bytes = self.memory_bytes
+        return Problem(
+            self.graph, self.loss, cluster or self.cluster, software=self.software,
+            asked=self.asked if asked is None else asked, allowed=self.allowed,
+            options=self.free_options, memory_bytes=memory_bytes,
+        )  # fmt: skip
+
+    def _options(self, free: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[frozenset[str], ...]]:
+        """Names of what layers may compute again, and the nodes that each stands for."""
+        if self.asked.recompute:
+            again = resolve_recompute(self.graph, self.asked.recompute)
+            return self.asked.options, (again,)
+        return free, tuple(policy_nodes(self.graph, name) for name in free)
 
     @contextmanager
     def ahead(self, work: Callable[[Any], object]) -> Iterator[None]:
@@ -182,10 +225,11 @@ class Problem:
         found.evaluator = copy.copy(self.evaluator)
         found.evaluator.cluster = cluster
         found.space = replace(self.space, num_devices=cluster.num_devices, allowed={})
+        found.edges = None
         found._known, found.second = _Known(tables=self._known.tables), None
         return found
 
-    def _space(self, allowed: Mapping[str, tuple[object, ...]]) -> Space:
+    def _space(self) -> Space:
         sizes = batch_sizes(self.layout.folded, self.layout.factors)
         # Of one sample, or none that is treated like the others, nothing can be divided.
         batch = int(np.gcd.reduce(list(sizes))) if sizes else 1
@@ -193,7 +237,10 @@ class Problem:
         roles = tuple(name for name, factors in ROLES.items() if names.intersection(factors))
         if "seq" not in names:
             roles = tuple(name for name in roles if name != "megatron_sp")
-        return Space(
+        allowed: dict[str, tuple[object, ...]] = dict(self.allowed)
+        for key, values in self.asked.allowed.items():  # what both say is what both have
+            allowed[key] = tuple(value for value in values if value in allowed.get(key, values))
+        space = Space(
             num_devices=self.cluster.num_devices,
             batch=batch,
             units=self.units.count,
@@ -204,6 +251,10 @@ class Problem:
             microbatched=self._microbatched(batch),
             allowed=allowed,
         )
+        splits, placements = self.asked.splits, self.asked.placements
+        if splits or placements:
+            allowed["sharding"] = kept_shardings(self.evaluator, space, splits, placements)
+        return space
 
     def _samples(self) -> int:
         """The largest microbatch of a rank that is looked at."""
@@ -342,7 +393,10 @@ class Problem:
     def plan(self, candidate: Candidate) -> Plan:
         """The candidate as a plan, without what depends on the model."""
         starts = self.units.starts
-        plan = candidate.point.plan(tuple(starts[edge] for edge in candidate.edges))
+        cuts = tuple(starts[edge] for edge in candidate.edges)
+        if self.edges is not None and candidate.edges == self.edges:  # in the words that were given
+            cuts = given_keys(self.graph, self.asked.cuts)
+        plan = candidate.point.plan(cuts)
         return replace(plan, overrides=dict(candidate.overrides)) if candidate.overrides else plan
 
     def options_of(self, candidate: Candidate) -> tuple[int, ...]:
@@ -361,6 +415,8 @@ class Problem:
     def again(self, candidate: Candidate) -> frozenset[str]:
         """Names of the nodes that backward computes again."""
         units, nodes = self.units, self.graph.nodes
+        if self.asked.recompute:
+            return self.policies[0]
         found: set[str] = set()
         for unit, option in enumerate(self.options_of(candidate)):
             policy = self.policies[option]

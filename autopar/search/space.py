@@ -12,16 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.plan import Plan
-from autopar.plan.strategies import MODEL
+from autopar.plan.strategies import ROLES
 from autopar.schedules.steady import stage_ranks
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "megatron": MODEL,
-    "megatron_sp": (*MODEL, "seq"),
-    "sequence": ("seq",),
-    "features": ("hidden", "channels"),
-}
-"""What a tensor axis may split, by name: factors, best first."""
 SYNCHRONOUS = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 """Schedules that train exactly as one device would; GPipe is 1F1B with more memory."""
 _INNER = ("zero", "data_outside")
@@ -125,7 +118,7 @@ class Space:
         schedules: Names of schedules.
         samples: Most samples of a microbatch on a rank.
         microbatched: Whether the model can be computed in microbatches.
-        allowed: Fields of points with the values that they may have; others are free.
+        allowed: What points may be, see `value`; the rest is free.
     """
 
     num_devices: int
@@ -158,8 +151,20 @@ class Space:
             return sum(1 for _ in self.members(group))
         return (4 if group.data > 1 else 1) * (2 if group.pipeline > 1 and group.data > 1 else 1)
 
+    def value(self, point: Point, name: str) -> object:
+        """What `allowed` speaks of: a field or a property of a point, or one of these.
+
+        ``micro_batch`` are the samples of a data rank at a time, ``sharding`` is the size of the
+        tensor axis with what it splits.
+        """
+        if name == "micro_batch":
+            return self.batch / (point.microbatches * point.data)
+        if name == "sharding":
+            return point.tensor, point.role
+        return getattr(point, name)
+
     def _allows(self, point: Point) -> bool:
-        return all(getattr(point, name) in values for name, values in self.allowed.items())
+        return all(self.value(point, name) in values for name, values in self.allowed.items())
 
     def groups(self) -> Iterator[Point]:
         """One point for all that differ in ZeRO and in the order of axes only."""
@@ -199,6 +204,7 @@ class Space:
             if name == "interleaved_1f1b":
                 for chunks in range(2, MAX_CHUNKS + 1):
                     even = chunks == 2 or self.layers % (chunks * pipeline) == 0
+                    even = even or "num_stages" in self.allowed  # their cuts are given
                     fits = chunks * pipeline <= self.units and microbatches % pipeline == 0
                     if fits and even:
                         yield name, chunks

@@ -96,7 +96,9 @@ def unit_table(
         weight: Whether what only gradients of parameters wait for is a program of its own.
     """
     rank = Rank.of(placement.sharded.mesh)
-    task, stand_in = single_stage(placement, plan, loss, software.implementation)
+    # One option may have layers that differ; of several, each has layers that are alike.
+    again = options[0] if len(options) == 1 else None
+    task, stand_in = single_stage(placement, plan, loss, software.implementation, again)
     taped = tape_stage(task, rank, software.implementation)
     book = _Book(units, stand_in, taped, device, prices, software, rank)
     seconds, saved, late, working = [], [], [], []

@@ -15,7 +15,6 @@ from autopar.units import GB, GIB
 GAP, LIMIT_S = 0.02, 15.0
 """Where each of these searches stops."""
 SOURCE = "supposed"
-_SIZES = ("pipeline", "data", "tensor")
 MORE_GIB = 16
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Shares of the devices' memory at which the best plan is looked for."""
@@ -47,14 +46,10 @@ def sensitivity(problem: Problem) -> list[Change]:
         problem: The problem as it is; what it fixes but a mesh stays fixed.
     """
     found = []
-    allowed = problem.space.allowed
-    kept = {key: value for key, value in allowed.items() if key not in _SIZES}
+    kept = problem.asked.without("mesh")
     for text, cluster in _clusters(problem.cluster):
         try:
-            other = Problem(
-                problem.graph, problem.loss, cluster, software=problem.software,
-                options=problem.options, allowed=kept,
-            )  # fmt: skip
+            other = problem.like(asked=kept, cluster=cluster)
             result = search(other, gap=GAP, time_limit_s=LIMIT_S)
         except (PlanError, ClusterError):
             found.append(Change(text=text, step_s=None, plan="", peak_bytes=0, gap=0.0))
@@ -69,11 +64,7 @@ def front(problem: Problem) -> list[Change]:
     found = []
     for share in SHARES:
         size = int(share * problem.capacity_bytes(device))
-        other = Problem(
-            problem.graph, problem.loss, problem.cluster, software=problem.software,
-            options=problem.options, memory_bytes=size, allowed=problem.space.allowed,
-        )  # fmt: skip
-        result = search(other, gap=GAP, time_limit_s=LIMIT_S)
+        result = search(problem.like(memory_bytes=size), gap=GAP, time_limit_s=LIMIT_S)
         found.append(_change(f"{share:.0%} of the memory", result))
         if result.best is None:
             break

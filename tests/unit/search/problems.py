@@ -19,8 +19,9 @@ from autopar.presets.config import DecoderConfig
 from autopar.presets.encoders import T5, EncoderConfig
 from autopar.presets.registry import build_decoder
 from autopar.presets.resnet import ResNet, ResNetConfig
+from autopar.search.asked import OPTIONS
 from autopar.search.exhaustive import candidates
-from autopar.search.problem import OPTIONS, Candidate, Problem
+from autopar.search.problem import Candidate, Problem
 from autopar.search.space import Point
 from autopar.trace import Traced, trace
 
