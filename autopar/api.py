@@ -22,15 +22,7 @@ from autopar.plan.adapt import adapt
 from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.strategies import default_mesh, strategy_name
-from autopar.planning import (
-    asked_of_search,
-    find_plan,
-    fitter,
-    kept_by_search,
-    optimizer_of,
-    planner,
-    priced,
-)
+from autopar.planning import find_plan, fitter, optimizer_of, planner, priced
 from autopar.runtime.comm import Communicator
 from autopar.runtime.comm_torch import from_environment
 from autopar.runtime.compiled import CompiledModel, CompileOptions
@@ -40,6 +32,7 @@ from autopar.runtime.measure import measure as time_machine
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.runtime.optimizers import Factory
 from autopar.runtime.verify import VerifyReport, verify
+from autopar.search.asked import asked_of_search, kept_by_search
 from autopar.search.find import Found, Request
 from autopar.sharding.mesh import Mesh
 from autopar.trace import trace
@@ -249,7 +242,7 @@ def search(
     spec = _cluster(cluster)
     assert spec is not None
     given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True)
-    kept = asked_of_search(spec, given.constraints)
+    kept = asked_of_search(given.constraints)
     request = Request(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
         on_progress=on_progress, ahead=True,
@@ -321,7 +314,7 @@ def plan_and_predict(
     given = resolve(constraints, axes, spec.num_devices if spec else None)
     axes, constraints = given.mesh, given.constraints
     traced = replace(traced, notes=(*traced.notes, *given.notes))
-    kept = kept_by_search(spec, constraints)
+    kept = kept_by_search(constraints, cluster=spec is not None, mesh=axes is not None)
     if kept is not None and traced.loss is not None:
         spec = spec or ClusterSpec.local(axes.size if axes is not None else 1)
         found = find_plan(traced, spec, axes, kept, "adamw", Request(), strict=strict)

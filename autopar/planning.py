@@ -19,15 +19,13 @@ from autopar.imports.read import Resolved
 from autopar.plan.adapt import adapt
 from autopar.plan.build import make_plan, refuse_unruled, unruled_ops
 from autopar.plan.diff import differences, lines
-from autopar.plan.extras import split_text
 from autopar.plan.fingerprint import is_of
 from autopar.plan.forecast import room_words
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Communicator
 from autopar.runtime.operators import refuse_unkeyed_random
-from autopar.search.asked import FIXABLE
+from autopar.search.asked import kept_by_search
 from autopar.search.find import Found, Request, find
-from autopar.search.finish import STRATEGY as SEARCH
 from autopar.search.told import forecast_found
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
@@ -35,48 +33,6 @@ from autopar.trace import Traced
 from autopar.units import format_seconds
 
 _LOG = logging.getLogger("autopar")
-
-
-def kept_by_search(
-    cluster: ClusterSpec | None,
-    constraints: str | Mapping[str, object] | None,
-    *,
-    search: bool = False,
-) -> dict[str, Any] | None:
-    """Constraints that a search keeps; None if they say how to plan without one.
-
-    Args:
-        cluster: The cluster, if one is given.
-        constraints: As users give them.
-        search: Whether a search is asked for; else factors on axes say how to plan.
-    """
-    if isinstance(constraints, str):
-        constraints = split_text(constraints)
-    given = dict(constraints or {})
-    named = given.pop("strategy", None)
-    free = named is None and (search or (cluster is not None and set(given) <= set(FIXABLE)))
-    if named == SEARCH or free:
-        return given
-    return None
-
-
-def asked_of_search(
-    cluster: ClusterSpec | None, constraints: str | Mapping[str, object] | None
-) -> dict[str, Any]:
-    """Constraints that a search keeps, where one is asked for.
-
-    Raises:
-        PlanError: If they say how to plan without one.
-    """
-    kept = kept_by_search(cluster, constraints, search=True)
-    if kept is None:
-        raise PlanError(
-            "the constraints name a strategy, and leave nothing to search",
-            expected="factors on axes, or some of " + ", ".join(FIXABLE),
-            fix="say what tensor axes split with tensor=...",
-            where="constraints",
-        )
-    return kept
 
 
 def planner(
@@ -92,7 +48,8 @@ def planner(
     Returns:
         What makes the plan; None if it is made from constraints alone.
     """
-    kept, mesh = kept_by_search(cluster, given.constraints), given.mesh
+    mesh = given.mesh
+    kept = kept_by_search(given.constraints, cluster=cluster is not None, mesh=mesh is not None)
     if kept is None:
         return _as_configured(given, strict) if given.notes else None
 

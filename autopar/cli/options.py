@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
-from autopar.plan.extras import POLICIES, split_text
+from autopar.plan.extras import POLICIES, RESERVED, split_text
 from autopar.plan.shapes import shown
-from autopar.plan.strategies import default_mesh, strategy_name
+from autopar.plan.strategies import ROLES, default_mesh, strategy_name
+from autopar.search.asked import kept_by_search
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
     from autopar.cost_models.cluster import ClusterSpec
+    from autopar.imports.read import Resolved
     from autopar.plan.plan import Plan
 
 DEFAULT_RANKS = 4
-EXTRAS = ("microbatches", "schedule", "chunks", "zero", "recompute")
+DEFAULT_CLUSTER = f"{DEFAULT_RANKS}xcpu"
+EXTRAS = ("microbatches", "schedule", "chunks", "zero", "recompute", "cuts", "tensor")
 """Options that say the same as the constraints of their names."""
 STEERING = ("cluster", "mesh", "strategy", "constraints", *EXTRAS)
 """Options of `add_choices`."""
@@ -57,8 +60,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--constraints",
         metavar="FILE",
-        help="factor to mesh axis, as JSON text or in a JSON or YAML file; or a configuration of"
-        " DeepSpeed (JSON), Megatron-LM (script), torchtitan (TOML) or Accelerate (YAML)",
+        help="factor to mesh axis, as JSON text or in a JSON or YAML file, or text such as"
+        " placements=lm_head.weight:whole; or a configuration of DeepSpeed (JSON), Megatron-LM"
+        " (script), torchtitan (TOML) or Accelerate (YAML)",
     )
     parser.add_argument(
         "--microbatches", type=int, metavar="M", help="compute the batch in M parts, one by one"
@@ -73,7 +77,13 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recompute",
         metavar="WHAT",
-        help='"full", "selective" or a pattern over ops: what backward computes again',
+        help='"full", "selective" or patterns over ops: what backward computes again',
+    )
+    parser.add_argument(
+        "--cuts", metavar="A,B", help="where stages begin: module paths, such as layers.4,layers.8"
+    )
+    parser.add_argument(
+        "--tensor", metavar="NAME", help="what the axis tp splits: " + ", ".join(ROLES)
     )
 
 
@@ -88,29 +98,48 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any]] | None:
     """The mesh and the constraints that a search keeps; None if there is nothing to search.
 
-    A search takes place if a cluster is given, or one is asked for, and neither a strategy nor a
-    map of factors says how to plan.
+    A search takes place if one is asked for, with --search or as the strategy; or if a cluster is
+    given, and neither a strategy nor factors on axes say how to plan.
 
     Raises:
         AutoparError: If the options cannot be read.
     """
-    wanted = options.search is not None or options.cluster is not None
-    if not wanted or (options.strategy not in (None, "search")) or options.constraints:
+    asked = options.search is not None or options.strategy == "search"
+    if options.strategy not in (None, "search"):
         if options.search is not None:
             raise InputError(
-                "--search is given, and a strategy or constraints say how to plan",
-                expected="one of them; a search keeps --mesh, "
+                "--search is given, and a strategy says how to plan",
+                expected="one of them; a search keeps --mesh, --constraints, "
                 + ", ".join(f"--{n}" for n in EXTRAS),
             )
         return None
-    kept = _with_extras(None, options)
-    assert not isinstance(kept, str)
+    if not asked and options.cluster is None:
+        return None
+    cluster = read_cluster(options.cluster or DEFAULT_CLUSTER)
     mesh = Mesh.parse(options.mesh) if options.mesh else None
-    if options.cluster:
-        cluster = read_cluster(options.cluster)
-        if mesh is not None:
-            mesh.check_world_size(cluster.num_devices)
-    return mesh, kept or {}
+    if mesh is not None and options.cluster:
+        mesh.check_world_size(cluster.num_devices)
+    given: dict[str, Any] = {}
+    if options.constraints:
+        found = _resolved(options, mesh, cluster, search=asked)
+        if not asked and found.imported is not None:
+            return None  # the file says all of a plan
+        assert isinstance(found.constraints, dict)
+        given, mesh = found.constraints, found.mesh
+    kept = _with_extras(given, options)
+    assert isinstance(kept, dict)
+    kept_so = kept_by_search(
+        kept, cluster=options.cluster is not None, mesh=mesh is not None, search=asked
+    )
+    if kept_so is None and asked:
+        raise InputError(
+            "a search is asked for, and the constraints name a strategy",
+            expected="one of them; --tensor says what tensor ranks split",
+            where="--constraints",
+        )
+    if kept_so is not None and options.constraints:
+        _tell_notes(found)
+    return None if kept_so is None else (mesh, kept_so)
 
 
 class Progress:
@@ -178,6 +207,8 @@ def _with_extras(
             )
     if "recompute" in given and given["recompute"] not in POLICIES:
         given["recompute"] = given["recompute"].split(",")
+    if "cuts" in given:
+        given["cuts"] = given["cuts"].split(",")
     return {**(constraints or {}), **given}
 
 
@@ -247,22 +278,39 @@ def tell_changes(before: Plan | None, after: Plan) -> None:
 def _read_constraints(
     options: argparse.Namespace, mesh: Mesh | None, cluster: ClusterSpec | None
 ) -> tuple[dict[str, Any], Mesh | None]:
-    """What ``--constraints`` says, JSON text or a file, and the mesh that the file asks for.
+    """What ``--constraints`` says, and the mesh that a file asks for.
 
     What a framework's configuration says beside that is printed.
     """
-    from autopar.imports.read import resolve
+    found = _resolved(options, mesh, cluster)
+    _tell_notes(found)
+    assert isinstance(found.constraints, dict)
+    return found.constraints, found.mesh
+
+
+def _tell_notes(found: Resolved) -> None:
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _resolved(
+    options: argparse.Namespace,
+    mesh: Mesh | None,
+    cluster: ClusterSpec | None,
+    *,
+    search: bool = False,
+) -> Resolved:
+    """What ``--constraints`` says: a file, JSON text, or text such as ``zero=1,cuts=layers.4``."""
+    from autopar.imports.read import Resolved, resolve
 
     text = options.constraints
+    if _is_text(text):
+        return Resolved(mesh=mesh, constraints=split_text(text))
     if not text.lstrip().startswith("{"):
-        found = resolve(
+        return resolve(
             Path(text), mesh, cluster.num_devices if cluster else None,
-            batch=getattr(options, "global_batch_size", None),
+            batch=getattr(options, "global_batch_size", None), search=search,
         )  # fmt: skip
-        for note in found.notes:
-            print(f"note: {note}", file=sys.stderr)
-        assert isinstance(found.constraints, dict)
-        return found.constraints, found.mesh
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -278,4 +326,10 @@ def _read_constraints(
             expected='an object such as {"heads": "tp", "batch": "dp"}',
             where="--constraints",
         )
-    return value, mesh
+    return Resolved(mesh=mesh, constraints=value)
+
+
+def _is_text(text: str) -> bool:
+    """Whether constraints begin with a pair such as ``zero=1``, and so are no file."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and key.strip() in RESERVED

@@ -14,6 +14,7 @@ from autopar.plan.extras import (
     read_number,
     read_recompute,
     read_texts,
+    split_text,
 )
 from autopar.plan.placements import Wanted, read_placements
 from autopar.plan.strategies import ROLES, read_role
@@ -25,6 +26,8 @@ FIXABLE = (
     "microbatches", "schedule", "chunks", "zero", "recompute", "cuts", "tensor", "placements",
 )  # fmt: skip
 """Constraints beside a mesh that a search keeps; factors on axes are others."""
+SEARCH = "search"
+"""What a plan that was searched for says where others name a strategy."""
 MICRO_BATCH = "micro_batch"
 """The same in configurations of other frameworks: samples of a data rank at a time."""
 _SIZES = (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor"))
@@ -238,3 +241,48 @@ def _roles(splits: tuple[str, ...]) -> tuple[str, ...]:
             where=f"constraints[{splits[0]!r}]",
         )
     return found
+
+
+def kept_by_search(
+    constraints: str | Mapping[str, object] | None,
+    *,
+    cluster: bool = True,
+    mesh: bool = False,
+    search: bool = False,
+) -> dict[str, Any] | None:
+    """Constraints that a search keeps; None if they say how to plan without one.
+
+    Args:
+        constraints: As users give them.
+        cluster: Whether a cluster is given.
+        mesh: Whether a mesh is given. With one, factors on its axes say how to plan; without,
+            factors on ``tp`` are part of a plan of which a search chooses the mesh.
+        search: Whether a search is asked for.
+    """
+    if isinstance(constraints, str):
+        constraints = split_text(constraints)
+    given = dict(constraints or {})
+    named = given.pop("strategy", None)
+    part = set(given) <= set(FIXABLE) or (not mesh and "tp" in map(str, given.values()))
+    if named == SEARCH or (named is None and (search or (cluster and part))):
+        return given
+    return None
+
+
+def asked_of_search(
+    constraints: str | Mapping[str, object] | None,
+) -> dict[str, Any]:
+    """Constraints that a search keeps, where one is asked for.
+
+    Raises:
+        PlanError: If they say how to plan without one.
+    """
+    kept = kept_by_search(constraints, search=True)
+    if kept is None:
+        raise PlanError(
+            "the constraints name a strategy, and leave nothing to search",
+            expected="factors on axes, or some of " + ", ".join(FIXABLE),
+            fix="say what tensor axes split with tensor=...",
+            where="constraints",
+        )
+    return kept

@@ -10,14 +10,12 @@ from autopar.plan.build import constraints_of, describe, place_graph, unruled_op
 from autopar.plan.keys import op_keys
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import node_patterns, resolve_recompute
+from autopar.search.asked import SEARCH
 from autopar.search.problem import Candidate, Problem
 from autopar.search.result import SearchResult
 from autopar.sharding.factors import Factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
-
-STRATEGY = "search"
-"""What a plan that was searched for says where others name a strategy."""
 
 
 def finish(
@@ -37,7 +35,7 @@ def finish(
     Returns:
         The plan and the placements that it stands for.
     """
-    light = replace(problem.plan(candidate), strategy=STRATEGY)
+    light = replace(problem.plan(candidate), strategy=SEARCH)
     mesh = Mesh(light.mesh)
     constraints = replace(constraints_of(light), recompute=recompute_of(problem, candidate))
     sharded = place_graph(problem.graph, mesh, constraints, factors, light)

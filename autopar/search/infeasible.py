@@ -9,15 +9,19 @@ from dataclasses import replace
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction
 from autopar.errors import PlanError
+from autopar.search import exact
+from autopar.search.asked import Asked
 from autopar.search.bounds import Bounds
 from autopar.search.polish import leanest
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.space import Point
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_seconds
 
 TRIED, FEW = 24, 4
 """Points of least memory that are priced exactly, here and on larger clusters."""
+GAP, LIMIT_S = 0.1, 8.0
+"""Where a search ends that is to say whether something fits without a constraint."""
 MULTIPLES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """How many times the devices are tried."""
 
@@ -35,12 +39,13 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
             fix="give the search more time (--time-limit)",
             where="search",
         )
-    least = least_memory(problem)
+    least, asked = least_memory(problem), problem.asked.text()
+    where = f"{problem.cluster} with {asked}" if asked else f"{problem.cluster}"
     if least is None:
         return PlanError(
-            f"the model cannot be placed on {problem.cluster} in any way that is searched",
+            f"the model cannot be placed on {where} in any way that is searched",
             expected=result.certificate.space,
-            fix="name a strategy (--strategy) to see why",
+            fix="; ".join((*_freed(problem), "name a strategy (--strategy) to see why")),
             where="cluster",
         )
     if least.fits:
@@ -50,7 +55,7 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
             where="search",
         )
     return PlanError(
-        f"no plan fits {problem.cluster}: the one that needs least, {least.candidate.point.text()},"
+        f"no plan fits {where}: the one that needs least, {least.candidate.point.text()},"
         f" is {format_bytes(least.over_bytes)} over the memory of a device (predicted)",
         expected=_parts(problem, least, problem.predict(least.candidate)),
         fix=_fixes(problem),
@@ -89,10 +94,13 @@ def least_memory(problem: Problem, *, tried: int = TRIED) -> Outcome | None:
 
 def _points(problem: Problem) -> Iterable[Point]:
     """Of points alike the one with least memory."""
+    best: dict[object, tuple[tuple[bool, int, int], Point]] = {}
     for point in problem.space.points():
-        if point.data_outside or point.schedule != "1f1b" or (point.zero < 3 and point.data > 1):
-            continue
-        yield point
+        key = (point.pipeline, point.tensor, point.role, point.microbatches)
+        leaner = (point.schedule == "1f1b", point.zero, -point.chunks)
+        if key not in best or leaner > best[key][0]:
+            best[key] = leaner, point
+    return [point for _, point in best.values()]
 
 
 def _promise(problem: Problem, bounds: Bounds, point: Point) -> float:
@@ -121,17 +129,55 @@ def _parts(problem: Problem, least: Outcome, found: Prediction) -> str:
 
 def _fixes(problem: Problem) -> str:
     """Relaxations, cheapest first."""
-    found = []
-    if problem.options[0] != "full":
-        found.append("let layers be computed again (recompute is fixed)")
-    if problem.space.allowed:
-        found.append("fix less: " + ", ".join(sorted(problem.space.allowed)))
-    more = fewest_devices(problem)
+    found = _freed(problem)
+    more = None if found else fewest_devices(problem)
+    if problem.asked.texts() and not found:
+        found.append("fixing less is not enough: with nothing fixed nothing fits, either")
     if more is not None:
-        found.append(f"take {more.num_devices} devices, the fewest tried that are enough ({more})")
+        free = ", if nothing is fixed" if problem.asked.texts() else ""
+        found.append(
+            f"take {more.num_devices} devices, the fewest tried that are enough{free} ({more})"
+        )
     if problem.space.batch > 1 and not problem.space.microbatched:
         found.append("a smaller batch: the model cannot be computed in microbatches")
     return "; ".join(found) or "a smaller model, batch or sequence, or devices with more memory"
+
+
+def _freed(problem: Problem) -> list[str]:
+    """What each constraint keeps from fitting, if something fits without."""
+    return [
+        f"without {text} there is a plan of {format_seconds(best.step_s)} (predicted):"
+        f" {best.candidate.point.text()}"
+        for text, best in without(problem)
+    ]
+
+
+def without(problem: Problem) -> list[tuple[str, Outcome]]:
+    """Constraints without which something fits, and a good plan then.
+
+    Args:
+        problem: A problem of which nothing fits.
+
+    Returns:
+        Those that are in the way by themselves; all of them together if none is.
+    """
+    texts = problem.asked.texts()
+    free = _good(problem, Asked()) if texts else None
+    if free is None:
+        return []
+    if len(texts) == 1:
+        return [(text, free) for text in texts.values()]
+    each = [(text, _good(problem, problem.asked.without(name))) for name, text in texts.items()]
+    found = [(text, best) for text, best in each if best is not None]
+    return found or [(problem.asked.text(), free)]
+
+
+def _good(problem: Problem, asked: Asked) -> Outcome | None:
+    """A good plan where only so much is asked for; None if there is none, or not at once."""
+    try:
+        return exact.search(problem.like(asked=asked), gap=GAP, time_limit_s=LIMIT_S).best
+    except PlanError:  # the space is empty
+        return None
 
 
 def fewest_devices(problem: Problem) -> ClusterSpec | None:
