@@ -65,7 +65,8 @@ def read(document: Document) -> Imported:
         where=document.where,
         stack="torchtitan" if kind == "fsdp" else "deepspeed-hf",
         devices=document.number("num_processes"),
-        accumulation=document.number("gradient_accumulation_steps"),
+        accumulation=(steps := document.number("gradient_accumulation_steps")),
+        stated=frozenset() if steps is None else frozenset({"accumulation"}),
         precision=_precision(document),
         master_weights=True,
     )
@@ -117,6 +118,7 @@ def _fsdp(document: Document, found: Imported) -> Imported:
     return replace(
         found,
         zero=zero,
+        stated=found.stated | {"zero"},
         replicas=machines if hybrid else 1,
         recompute="full" if document.flag(section, "fsdp_activation_checkpointing") else "none",
     )
@@ -142,6 +144,7 @@ def _deepspeed(document: Document, found: Imported) -> Imported:
             where=document.where,
             devices=found.devices or inner.devices,
             accumulation=inner.accumulation or found.accumulation,
+            stated=inner.stated | found.stated,
             precision=inner.precision if stated else found.precision,
         )
     zero = document.number(section, "zero_stage", least=0)
@@ -161,7 +164,11 @@ def _deepspeed(document: Document, found: Imported) -> Imported:
         for name, value in zip(names, offload, strict=True)
         if value not in (None, "none")
     )  # fmt: skip
-    return replace(found, zero=zero or 0, accumulation=steps or found.accumulation, remarks=remarks)
+    says = {name for name, value in (("zero", zero), ("accumulation", steps)) if value is not None}
+    return replace(
+        found, zero=zero or 0, accumulation=steps or found.accumulation,
+        stated=found.stated | says, remarks=remarks,
+    )  # fmt: skip
 
 
 def _megatron(document: Document, found: Imported) -> Imported:

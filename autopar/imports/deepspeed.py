@@ -90,7 +90,8 @@ def read(document: Document) -> Imported:
         InputError: Names key and line.
     """
     get = document
-    stage = get.number("zero_optimization", "stage", least=0) or 0
+    asked = get.number("zero_optimization", "stage", least=0)
+    stage = asked or 0
     if stage > 3:
         raise get.wrong(("zero_optimization", "stage"), stage, "0, 1, 2 or 3")
     batch = get.number("train_batch_size")
@@ -114,6 +115,9 @@ def read(document: Document) -> Imported:
         parallel=tensor > 1,
         devices=batch // (micro * steps) * tensor if batch and micro and steps else None,
         zero=stage,
+        stated=frozenset(
+            name for name, value in (("zero", asked), ("accumulation", steps)) if value is not None
+        ),
         micro_batch=micro,
         accumulation=steps if steps is not None or micro is None else _steps(batch),
         global_batch=batch,

@@ -96,6 +96,8 @@ class Imported:
         parallel: Whether the file says how many ranks each kind of parallelism has.
         devices: Devices that the file mentions.
         zero: ZeRO stage.
+        stated: Of ``zero`` and ``accumulation`` what the file says in so many words, and does not
+            leave to the framework.
         sequence_parallel: Whether tensor ranks split norms and shortcuts by tokens.
         micro_batch: Samples of a data rank at a time.
         accumulation: Microbatches of a step on one data rank.
@@ -131,6 +133,7 @@ class Imported:
     parallel: bool = False
     devices: int | None = None
     zero: int = 0
+    stated: frozenset[str] = frozenset()
     sequence_parallel: bool = False
     micro_batch: int | None = None
     accumulation: int | None = None
@@ -249,15 +252,38 @@ class Imported:
         count = self.microbatches(batch)
         found |= {"microbatches": count} if count > 1 else {}
         names = self.mesh().names
-        if self.pp > 1:
-            found["schedule"] = self.schedule
-            found |= {"chunks": self.chunks} if self.chunks > 1 else {}
         divided = [name for name in ("dp", "cp") if name in names]
         if self.zero and divided:
             found["zero"] = {"stage": self.zero, "axes": divided}
+        return found | self._time_and_memory()
+
+    def _time_and_memory(self) -> dict[str, Any]:
+        """Its pipeline, and what backward computes again, as constraints."""
+        found: dict[str, Any] = {}
+        if self.pp > 1:
+            found["schedule"] = self.schedule
+            found |= {"chunks": self.chunks} if self.chunks > 1 else {}
         if self.recompute not in (None, "none"):
             found["recompute"] = self.recompute if self.recompute in _POLICIES else "selective"
         return found
+
+    def kept(self) -> dict[str, Any]:
+        """The rest as constraints of a search, which chooses what the file leaves open.
+
+        How many data ranks there are may be among that, so that samples of a microbatch are kept
+        where the file states these, and not their number.
+        """
+        found: dict[str, Any] = {"tensor": self.strategy} if self.tp > 1 else {}
+        if self.micro_batch is not None:
+            found["micro_batch"] = self.micro_batch
+        if self.accumulation is not None and (
+            "accumulation" in self.stated or (self.micro_batch is None and self.accumulation > 1)
+        ):
+            found["microbatches"] = self.accumulation
+        alone = self.parallel and self.data == 1  # nothing is divided, whatever the stage
+        if not alone and (self.zero or "zero" in self.stated):
+            found["zero"] = self.zero
+        return found | self._time_and_memory()
 
     @property
     def strategy(self) -> str:

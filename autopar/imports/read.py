@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -188,18 +189,19 @@ def resolve(
             expected="a cluster or a mesh beside it",
             fix='give a cluster such as "8xH100-SXM"',
         )
-    found = found.on(count)
-    kept = found.constraints(batch)
+    found = found.on(_data_ranks(mesh) if mesh is not None and not found.parallel else count)
     if mesh is None and (found.parallel or not search):
         mesh = found.mesh()
-    if search:
-        kept, mesh = _searchable(found, kept, mesh)
+    kept = _searchable(found, mesh) if search else found.constraints(batch)
     return Resolved(mesh=mesh, constraints=kept, notes=found.notes(), imported=found)
 
 
-def _searchable(
-    found: Imported, kept: dict[str, Any], mesh: Mesh | None
-) -> tuple[dict[str, Any], Mesh | None]:
+def _data_ranks(mesh: Mesh) -> int:
+    """Ranks of a mesh that a file which leaves all other parallelism open is about."""
+    return math.prod(size for name, size in mesh.axes if name not in ("pp", "cp", "tp"))
+
+
+def _searchable(found: Imported, mesh: Mesh | None) -> dict[str, Any]:
     """What of it a search can keep.
 
     Raises:
@@ -213,7 +215,4 @@ def _searchable(
             fix="plan with the file as it is (autopar plan --constraints), or leave it out",
             where=found.where,
         )
-    kept = {key: value for key, value in kept.items() if key != "strategy"}
-    if isinstance(kept.get("zero"), dict):
-        kept["zero"] = kept["zero"]["stage"]
-    return kept, mesh
+    return found.kept()

@@ -293,7 +293,9 @@ def test_constraints_of_files():
     assert str(given.mesh) == "dp=2,tp=2"
     kept = resolve(str(CONFIGS / "megatron_gpt3_175b_2021.sh"), None, 1024, search=True)
     assert str(kept.mesh) == "pp=16,dp=8,tp=8"
-    assert kept.constraints == {"microbatches": 192, "schedule": "1f1b", "recompute": "full"}
+    assert kept.constraints == {
+        "micro_batch": 1, "schedule": "1f1b", "recompute": "full", "tensor": "megatron"
+    }  # fmt: skip
     free = resolve(str(CONFIGS / "deepspeed_zero3.json"), None, 8, search=True)
     assert free.mesh is None and free.constraints == {"zero": 3}
     with pytest.raises(InputError, match="cannot keep mesh axis 'cp'"):
