@@ -176,10 +176,10 @@ def _zero(value: Any) -> int:
             expected=RESERVED["zero"],
             where="constraints['zero']",
         )
-    if value and axes is not None and axes not in ("dp", ["dp"], ("dp",)):
+    if axes and (not value or axes not in ("dp", ["dp"], ("dp",))):
         raise PlanError(
-            f"a search cannot divide over axes {axes!r}",
-            expected="dp, the only axis of data of its plans",
+            f"ZeRO {value} of a search cannot divide over axes {axes!r}",
+            expected="dp, the only axis of data of its plans; of ZeRO 0 none",
             where="constraints['zero']",
         )
     return value

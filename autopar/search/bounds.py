@@ -277,7 +277,7 @@ class Bounds(Candidates):
 
     def _group_of_fixed(self, point: Point) -> float:
         """The same of a point with one cut."""
-        free = self.fixed(point, None, lightest=True)
+        free = self.plainest(point, lightest=True) or self.fixed(point, None, lightest=True)
         lean = self._lean_quickly(point)
         if free is None:
             return lean * self.sharing()
@@ -358,7 +358,7 @@ class Bounds(Candidates):
 
     def _of_fixed(self, point: Point, limit: float) -> float:
         """The same of a point with one cut."""
-        fixed, sharing = self.fixed(point, None), self.sharing()
+        fixed, sharing = self.plainest(point) or self.fixed(point, None), self.sharing()
         if fixed is None:
             return self.lean(point) * sharing
         stages, cut = fixed
@@ -379,7 +379,7 @@ class Bounds(Candidates):
     def _lean_quickly(self, point: Point) -> float:
         """A bound of `lean` from sums over the model."""
         totals = self.totals(point)
-        if totals is None or (point.chunks > 1 and not self.uneven(point)):
+        if totals is None or point.chunks > 1:
             return math.inf
         work, late = self._microbatch(point, totals, 1.0, True, totals.lean_s)
         return (point.microbatches * work - late) / point.pipeline
@@ -392,8 +392,7 @@ class Bounds(Candidates):
         """
         group = replace(point, zero=0, data_outside=False)
         if group not in self._leans:
-            usable = point.chunks == 1 or self.uneven(point)
-            self._leans[group] = self._lean(group) if usable else math.inf
+            self._leans[group] = self._lean(group) if point.chunks == 1 else math.inf
         return self._leans[group]
 
     def _lean(self, point: Point) -> float:
@@ -405,7 +404,7 @@ class Bounds(Candidates):
             _, low, high = mine.leanest()
             sums, _ = mine.mixed(low, high, mine.layers, np.arange(len(low)))
             forward, backward = durations(sums, self.problem.software.speed)
-            fits = np.isfinite(item.forward_s) | self.uneven(point)
+            fits = np.isfinite(item.forward_s)
             forward = np.where(fits, forward, np.inf)
             filled.append(replace(item, forward_s=forward, backward_s=backward))
         return self._any_cut(point, replace(stages, filled=filled), self.chain(point))

@@ -20,7 +20,7 @@ from autopar.search.exchange import Exchange, Exchanged
 from autopar.search.problem import Problem
 from autopar.search.seconds import kernel_seconds
 from autopar.search.space import Point
-from autopar.search.stage_cut import LONG, Filled, Intervals, fill_all, least_bottleneck
+from autopar.search.stage_cut import LONG, Cut, Filled, Intervals, fill_all, least_bottleneck
 from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
 
@@ -249,6 +249,34 @@ class Candidates:
         They need not be alike, so that a rank's memory is not divided evenly among them.
         """
         return point.chunks > 1 and self.problem.edges is not None
+
+    def plainest(self, point: Point, *, lightest: bool = False) -> tuple[Stages, Cut] | None:
+        """The stages of an uneven point if nothing is computed again: a bound of all its plans.
+
+        Args:
+            point: The point; None for any that is not uneven.
+            lightest: See `stages`.
+        """
+        edges = self.problem.edges
+        if edges is None or not self.uneven(point):
+            return None
+        only = tuple(pairwise((0, *edges, self.problem.units.count)))
+        stages = self.stages(point, None, relaxed=False, lightest=lightest, only=only)
+        if stages is None:
+            return None
+        speed, last = self.problem.software.speed, len(self.problem.policies) - 1
+        filled = []
+        for mine in stages.each:
+            forward, backward = mine.plain(speed)
+            options = np.full(len(only), last)
+            filled.append(
+                Filled(
+                    forward_s=forward, backward_s=backward, alone_s=mine.alone(speed),
+                    ending_s=mine.ending(speed), low=options, high=options,
+                    upgraded=np.zeros(len(only)),
+                )
+            )  # fmt: skip
+        return replace(stages, filled=filled), Cut(chosen=tuple(range(len(only))), value=0.0)
 
     def longest(self, point: Point) -> int | None:
         """Most units of a stage that is worth a look."""

@@ -167,7 +167,9 @@ class _State:
             self.take(outcome)
             kept = len(self.problem.policies) - 1
             plain = {*outcome.candidate.low, *outcome.candidate.high} == {kept}
-        if point.schedule != "1f1b" or (point.pipeline == 1 and plain):
+        if self.bounds.uneven(point):  # its best plan is not known
+            self.settle(outcome.step_s if outcome is not None and plain else bound)
+        elif point.schedule != "1f1b" or (point.pipeline == 1 and plain):
             # There is no other plan, or none faster.
             self.settle(outcome.step_s if outcome is not None else math.inf)
         elif bound >= self.limit or self.spare <= 0 or (self.many and point.pipeline > 1):
@@ -358,12 +360,13 @@ def best_candidate(
     """
     best, over = _suggested(problem, bounds, point)
     # Chunks of a rank share its memory evenly, unless they were cut as asked.
-    if best is None and (point.chunks == 1 or bounds.uneven(point)):
+    uneven = bounds.uneven(point)
+    if best is None and (point.chunks == 1 or uneven):
         lean = leanest(problem, bounds, point)
-        best = lean if lean is not None and lean.fits else None
-    if best is not None and point.schedule == "1f1b":
+        best = lean if lean is not None and (lean.fits or uneven) else None
+    if best is not None and (point.schedule == "1f1b" or uneven):
         best = polished(problem, best)
-    return best, over
+    return best if best is not None and best.fits else None, over
 
 
 def _suggested(

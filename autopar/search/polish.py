@@ -20,7 +20,11 @@ from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck
 ROUNDS = 6
 """Times that the leanest cut is looked for again with what evaluation says of memory."""
 PLANS, SPARED = 400, 8
-"""Neighbours to evaluate: `PLANS` over the number of units, less `SPARED`."""
+"""Neighbours to evaluate of plans of 1F1B: `PLANS` over the number of units, less `SPARED`."""
+
+
+EACH = 6
+"""Neighbours to evaluate for each stage of plans of other schedules."""
 
 
 def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
@@ -96,9 +100,11 @@ def polished(problem: Problem, outcome: Outcome) -> Outcome:
 
     Args:
         problem: The problem.
-        outcome: A plan of 1F1B that fits.
+        outcome: A plan; of one that does not fit, those that need less memory are better.
     """
     left = PLANS // problem.units.count - SPARED
+    if outcome.candidate.point.schedule != "1f1b":  # a cut that is given
+        left = max(left, EACH * outcome.candidate.point.num_stages)
     best, seen, better = outcome, {outcome.candidate}, True
     while better:
         better = False
@@ -110,10 +116,15 @@ def polished(problem: Problem, outcome: Outcome) -> Outcome:
             left -= 1
             seen.add(candidate)
             found = problem.outcome(candidate)
-            if found is not None and found.fits and found.step_s < best.step_s:
+            if found is not None and _rank(found) < _rank(best):
                 best, better = found, True
                 break
     return best
+
+
+def _rank(outcome: Outcome) -> tuple[int, float]:
+    """What is better has less."""
+    return max(0, outcome.over_bytes), outcome.step_s
 
 
 def _neighbours(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:

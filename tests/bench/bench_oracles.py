@@ -1,6 +1,6 @@
 """The exact search against trying everything, on small random problems of fresh seeds.
 
-python -m tests.bench.bench_oracles --first 5000 --seeds 100
+python -m tests.bench.bench_oracles --first 5000 --seeds 100 [--constraints]
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
+    parser.add_argument("--constraints", action="store_true", help="fix random parts of the plans")
     chosen = parser.parse_args()
     tally = campaign(
         range(chosen.first, chosen.first + chosen.seeds),
+        constraints=chosen.constraints,
         on_progress=lambda line: print(line, file=sys.stderr),
     )
     for line in tally.wrong:

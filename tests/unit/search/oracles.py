@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from autopar.search import exact, exhaustive
 from autopar.search.bounds import Bounds
-from autopar.search.problem import Problem
+from autopar.search.problem import Outcome, Problem
+from tests.unit.search.constraints import constrained, not_as_asked
 from tests.unit.search.problems import PLENTY, Small, small
 
 EQUAL = 1e-9
@@ -58,13 +59,16 @@ def unpruned(problem: Problem) -> float:
     return min((item.step_s for item in found if item is not None), default=math.inf)
 
 
-def compare(problem: Small, memory_bytes: int, tally: Tally) -> None:
+def compare(problem: Small, memory_bytes: int, tally: Tally) -> Outcome | None:
     """Search with so much memory, and try everything.
 
     Args:
         problem: The problem.
         memory_bytes: Memory of each device.
         tally: Gets what is found.
+
+    Returns:
+        The best plan that the search found.
     """
 
     def fresh() -> Problem:
@@ -94,16 +98,22 @@ def compare(problem: Small, memory_bytes: int, tally: Tally) -> None:
             bad.append("not the same again")
         bad += ["unpruned is better"] * (unpruned(fresh()) < found.best.step_s * (1 - EQUAL))
     tally.wrong += [f"{what}: {problem.name}, {memory_bytes} bytes" for what in bad]
+    return found.best
 
 
 def campaign(
-    seeds: Iterable[int], *, most: int = 160, on_progress: Callable[[str], None] | None = None
+    seeds: Iterable[int],
+    *,
+    most: int = 160,
+    constraints: bool = False,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Tally:
     """Compare on the problems of many seeds.
 
     Args:
         seeds: Of the problems.
         most: Most plans of 1F1B of a problem.
+        constraints: Whether each gets constraints, and plans are looked at for keeping them.
         on_progress: Called with a line now and then.
     """
     tally = Tally()
@@ -111,8 +121,15 @@ def campaign(
         problem = small(seed, most)
         if problem is None or not problem.plans:
             continue
-        for memory in memories(problem):
-            compare(problem, memory, tally)
+        if constraints:
+            problem, wrong = constrained(problem, seed)
+            tally.wrong += wrong
+            tally.counts.update(f"with {name}" for name in problem.problem.asked.texts())
+        for number, memory in enumerate(memories(problem)):
+            best = compare(problem, memory, tally)
+            if constraints and number == 0 and best is not None:
+                tally.wrong += not_as_asked(problem, best.candidate)
+                tally.counts["kept"] += 1
         if on_progress is not None:
             on_progress(f"{seed}: {tally.text()}")
     return tally
