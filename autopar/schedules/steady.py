@@ -107,3 +107,40 @@ def counted_fullest(
                 pairs.append((count, seen[count]))
         found.append(tuple(pairs))
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def moments(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int
+) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...]:
+    """What is under way on ranks with several stages, at all times that differ.
+
+    After a few rounds a schedule repeats itself, so that of many microbatches some are left out.
+
+    Args:
+        name: Name of the schedule.
+        num_ranks: Pipeline ranks.
+        num_microbatches: Microbatches of a step.
+        chunks: Stages per rank.
+
+    Returns:
+        For each rank pairs of which each has a number for every stage of the rank, ascending:
+        forwards whose backward of inputs is not over, and those whose backward of weights alone
+        is not over.
+    """
+    few = min(num_microbatches, (chunks + 4) * num_ranks)
+    schedule = _short(name, num_ranks, few, chunks)
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        mine = [stage for stage, place in enumerate(schedule.stage_ranks) if place == rank]
+        at = {stage: number for number, stage in enumerate(mine)}
+        early, late = [0] * len(mine), [0] * len(mine)
+        seen: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
+        for action in actions:
+            if action.kind in ("F", *BACKWARDS):
+                number = at[action.stage]
+                early[number] += (action.kind == "F") - (action.kind in ("B", "I"))
+                late[number] += (action.kind == "I") - (action.kind == "W")
+                seen[tuple(early), tuple(late)] = None
+        found.append(tuple(seen))
+    return tuple(found)

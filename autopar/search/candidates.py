@@ -23,6 +23,7 @@ from autopar.search.space import Point
 from autopar.search.stage_cut import LONG, Cut, Filled, Intervals, fill_all, least_bottleneck
 from autopar.search.states import held_bytes, ranges
 from autopar.search.tables import UnitTable
+from autopar.search.uneven import shares
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -257,26 +258,42 @@ class Candidates:
             point: The point; None for any that is not uneven.
             lightest: See `stages`.
         """
-        edges = self.problem.edges
-        if edges is None or not self.uneven(point):
+        if not self.uneven(point):
             return None
-        only = tuple(pairwise((0, *edges, self.problem.units.count)))
-        stages = self.stages(point, None, relaxed=False, lightest=lightest, only=only)
+        stages = self.stages(point, None, relaxed=False, lightest=lightest)
         if stages is None:
             return None
         speed, last = self.problem.software.speed, len(self.problem.policies) - 1
-        filled = []
+        filled, none = [], np.zeros(point.num_stages)
         for mine in stages.each:
             forward, backward = mine.plain(speed)
-            options = np.full(len(only), last)
             filled.append(
                 Filled(
-                    forward_s=forward, backward_s=backward, alone_s=mine.alone(speed),
-                    ending_s=mine.ending(speed), low=options, high=options,
-                    upgraded=np.zeros(len(only)),
+                    forward_s=np.where(np.isfinite(stages.room_bytes), forward, np.inf),
+                    backward_s=backward, alone_s=mine.alone(speed), ending_s=mine.ending(speed),
+                    low=none.astype(np.int64) + last, high=none.astype(np.int64) + last,
+                    upgraded=none,
                 )
             )  # fmt: skip
-        return replace(stages, filled=filled), Cut(chosen=tuple(range(len(only))), value=0.0)
+        cut = Cut(chosen=tuple(range(point.num_stages)), value=0.0)
+        return replace(stages, filled=filled), cut
+
+    def _uneven(
+        self, point: Point, each: list[Intervals], over: tuple[float, ...] | None
+    ) -> Stages:
+        """`stages` of an uneven point, of intervals of which number s is stage s."""
+        devices = self.problem.devices(point)
+        room = np.array([self.room(device) for device in devices]) - np.array(over or 0.0)
+        given = shares(point, each, room)
+        filled = []
+        for stage, mine in enumerate(each):
+            at = slice(stage, stage + 1)
+            filled += fill_all(
+                mine, self.problem.software.speed, given.under_way[at], given.room_bytes[at],
+                relaxed=False, looked_at=np.eye(len(each), dtype=bool)[at],
+                waiting=given.waiting[at],
+            )  # fmt: skip
+        return Stages(each, filled, given.room_bytes, given.under_way, given.waiting)
 
     def longest(self, point: Point) -> int | None:
         """Most units of a stage that is worth a look."""
@@ -324,8 +341,10 @@ class Candidates:
             intervals = self.intervals(
                 point, table, self.longest(point), lightest=lightest, only=only
             )
-            kinds, kind = intervals.kinds()
             by_device[device.name] = intervals
+            if self.uneven(point):
+                continue
+            kinds, kind = intervals.kinds()
             mine = np.flatnonzero([devices[rank].name == device.name for rank in places])
             looked_at = self._window(point, intervals, mine, limit)
             if only is not None:
@@ -344,6 +363,8 @@ class Candidates:
             for stage, row in zip(mine.tolist(), rows.ravel().tolist(), strict=True):
                 filled[stage] = made[row]
         each = [by_device[devices[rank].name] for rank in places]
+        if self.uneven(point):
+            return self._uneven(point, each, over)
         return Stages(each, filled, room - beyond, under_way, waiting)
 
     def _window(

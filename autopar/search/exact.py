@@ -325,13 +325,16 @@ def _features(point: Point) -> tuple[int, int, int]:
 def describe_space(problem: Problem) -> str:
     """What the certificate covers, in words."""
     roles = ", ".join(problem.space.roles) or "none"
-    how, even = "with every cut on borders of blocks", " with the most even cut"
-    if problem.edges is not None:
-        how, even = "with the cuts asked for", ", too"
+    if problem.edges is None:
+        how = (
+            "1f1b with every cut on borders of blocks, interleaved_1f1b, zb_h1, zbv with the most"
+            " even cut"
+        )
+    else:
+        how = "1f1b, interleaved_1f1b, zb_h1, zbv with the cuts asked for"
     text = (
         "meshes of pipeline, data and one tensor axis over all devices; tensor axis splits one of: "
-        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules 1f1b {how}, "
-        f"interleaved_1f1b, zb_h1, zbv{even}; per layer "
+        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules {how}; per layer "
         f"{', '.join(problem.options)} of recomputation"
     )
     if not problem.asked.pinned:

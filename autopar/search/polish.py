@@ -20,11 +20,7 @@ from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck
 ROUNDS = 6
 """Times that the leanest cut is looked for again with what evaluation says of memory."""
 PLANS, SPARED = 400, 8
-"""Neighbours to evaluate of plans of 1F1B: `PLANS` over the number of units, less `SPARED`."""
-
-
-EACH = 6
-"""Neighbours to evaluate for each stage of plans of other schedules."""
+"""Neighbours to evaluate: `PLANS` over the number of units, less `SPARED`."""
 
 
 def leanest(problem: Problem, bounds: Bounds, point: Point) -> Outcome | None:
@@ -103,8 +99,6 @@ def polished(problem: Problem, outcome: Outcome) -> Outcome:
         outcome: A plan; of one that does not fit, those that need less memory are better.
     """
     left = PLANS // problem.units.count - SPARED
-    if outcome.candidate.point.schedule != "1f1b":  # a cut that is given
-        left = max(left, EACH * outcome.candidate.point.num_stages)
     best, seen, better = outcome, {outcome.candidate}, True
     while better:
         better = False

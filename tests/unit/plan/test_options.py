@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
-from autopar.cli.options import STEERING, add_choices, read_choices
+from autopar.cli.options import STEERING, add_choices, read_choices, read_search
 from autopar.errors import InputError
 from autopar.plan.strategies import parse_constraints
 
@@ -17,6 +18,13 @@ def parsed(*words: str) -> argparse.Namespace:
     options = parser.parse_args(words)
     assert set(vars(options)) == set(STEERING)
     return options
+
+
+def searched(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_choices(parser)
+    parser.add_argument("--search")
+    return parser.parse_args(words)
 
 
 def test_options_say_the_same_as_constraints():
@@ -42,6 +50,53 @@ def test_without_options_constraints_are_untouched():
     assert read_choices(parsed())[1] is None
     assert str(read_choices(parsed("--strategy", "megatron", "--zero", "1"))[0]) == "tp=4"
     assert read_choices(parsed("--zero", "2"))[1] == {"zero": 2}
+
+
+def test_constraints_may_be_text():
+    text = "placements=lm_head.weight:whole+tokens:vocab@0,zero=1"
+    kept = read_choices(parsed("--constraints", text, "--cuts", "layers.2,layers.4"))[1]
+    assert kept == {
+        "placements": {"lm_head.weight": "whole", "tokens": "vocab@0"}, "zero": 1,
+        "cuts": ["layers.2", "layers.4"],
+    }  # fmt: skip
+    with pytest.raises(InputError, match="--tensor is given"):
+        read_choices(parsed("--constraints", "tensor=megatron", "--tensor", "sequence"))
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--cluster", "8xA100", "--cuts", "a,b"], {"cuts": ["a", "b"]}),
+        (["--cluster", "8xA100", "--constraints", "tensor=megatron"], {"tensor": "megatron"}),
+        (["--cluster", "8xA100", "--constraints", '{"ffn": "tp"}'], {"ffn": "tp"}),
+        (["--cluster", "8xA100", "--mesh", "tp=8", "--constraints", '{"ffn": "tp"}'], None),
+        (["--search", "exact", "--mesh", "tp=4", "--constraints", '{"ffn": "tp"}'], {"ffn": "tp"}),
+        (["--cuts", "a,b"], None),
+        (["--strategy", "search", "--zero", "1"], {"zero": 1}),
+        (["--cluster", "8xA100", "--constraints", '{"strategy": "ddp"}'], None),
+    ],
+)
+def test_what_a_search_is_asked_for(words: list[str], kept: dict[str, object] | None):
+    found = read_search(searched(*words))
+    assert (None if found is None else found[1]) == kept
+
+
+def test_a_strategy_leaves_nothing_to_search():
+    for words in (["--strategy", "ddp"], ["--constraints", '{"strategy": "ddp"}']):
+        with pytest.raises(InputError, match="strategy"):
+            read_search(searched("--search", "exact", *words))
+
+
+def test_a_configuration_is_kept_if_a_search_is_asked_for(tmp_path: Path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,'
+        ' "zero_optimization": {"stage": 0}}'
+    )
+    words = ["--cluster", "8xA100", "--constraints", str(file)]
+    assert read_search(searched(*words)) is None
+    found = read_search(searched(*words, "--search", "exact"))
+    assert found == (None, {"micro_batch": 2, "microbatches": 4, "zero": 0})
 
 
 def test_what_is_said_twice_is_refused():

@@ -6,7 +6,14 @@ import pytest
 
 from autopar.schedules.actions import BACKWARDS
 from autopar.schedules.make import make_schedule
-from autopar.schedules.steady import counted_fullest, fullest, least_live, most_live, stage_ranks
+from autopar.schedules.steady import (
+    counted_fullest,
+    fullest,
+    least_live,
+    moments,
+    most_live,
+    stage_ranks,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +50,22 @@ def test_fullest_times_of_ranks(name: str, chunks: int) -> None:
                 counted, most_live(name, ranks, microbatches, chunks), strict=True
             ):
                 assert max(early + late for early, late in times) <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2)]
+)
+def test_moments_of_many_microbatches_are_those_of_a_few(name: str, chunks: int) -> None:
+    """What is left out repeats what is there; the most of all chunks is that of the rank."""
+    for ranks in (2, 3):
+        few, many = (moments(name, ranks, count * ranks, chunks) for count in (chunks + 4, 12))
+        assert few == many
+        schedule = make_schedule(name, ranks, 12 * ranks, chunks=chunks)
+        for rank, actions in enumerate(schedule.actions):
+            live = dict.fromkeys((s for s, at in enumerate(schedule.stage_ranks) if at == rank), 0)
+            seen = set()
+            for action in actions:
+                if action.kind in ("F", "B", "I"):
+                    live[action.stage] += 1 if action.kind == "F" else -1
+                    seen.add(tuple(live.values()))
+            assert {early for early, _ in few[rank]} == seen

@@ -206,9 +206,10 @@ def not_as_asked(small: Small, candidate: Candidate) -> list[str]:
         wrong.append(f"recompute {plan.recompute}")
     if problem.asked.mesh is not None and plan.mesh != problem.asked.mesh.axes:
         wrong.append(f"mesh {plan.mesh}")
+    zero = {"stage": point.zero, "axes": ["dp"] if point.zero else []}
     said: dict[str, Any] = {
         "tensor": point.role or "megatron", "microbatches": point.microbatches,
-        "schedule": point.schedule, "chunks": point.chunks, "zero": {"stage": point.zero, "axes": ["dp"] if point.zero else []},
+        "schedule": point.schedule, "chunks": point.chunks, "zero": zero,
         "recompute": list(plan.recompute), "cuts": list(plan.pipeline.cuts),
     }  # fmt: skip
     if "placements" in given:

@@ -22,6 +22,25 @@ def test_the_search_finds_what_trying_everything_finds(seed: int):
     assert tally.equal == 1
 
 
+@pytest.mark.parametrize("seed", [9, 28, 42])
+def test_constraints_are_kept_and_the_rest_is_the_best(seed: int):
+    tally = campaign([seed], most=60, constraints=True)
+    assert not tally.wrong
+    assert tally.counts["kept"]
+    assert tally.equal == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [0, 300])
+def test_constraints_of_hundreds_of_problems(
+    first: int, record_property: Callable[[str, object], None]
+):
+    tally = campaign(range(first, first + 40), constraints=True)
+    record_property("summary", tally.text())
+    assert not tally.wrong
+    assert tally.equal >= 0.95
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", [0, 235, 5000])
 def test_hundreds_of_problems(first: int, record_property: Callable[[str, object], None]):
