@@ -162,11 +162,9 @@ class _State:
         """Price the best plan of a point, and see how much better another one could be."""
         self.tried.add(point)
         outcome, _ = best_candidate(self.problem, self.bounds, point)
-        plain = False
+        plain = outcome is not None and _is_plain(self.problem, outcome)
         if outcome is not None:
             self.take(outcome)
-            kept = len(self.problem.policies) - 1
-            plain = {*outcome.candidate.low, *outcome.candidate.high} == {kept}
         if self.bounds.uneven(point):  # its best plan is not known
             self.settle(outcome.step_s if outcome is not None and plain else bound)
         elif point.schedule != "1f1b" or (point.pipeline == 1 and plain):
@@ -367,7 +365,9 @@ def best_candidate(
     if best is None and (point.chunks == 1 or uneven):
         lean = leanest(problem, bounds, point)
         best = lean if lean is not None and (lean.fits or uneven) else None
-    if best is not None and (point.schedule == "1f1b" or uneven):
+    if best is not None and (
+        point.schedule == "1f1b" or (uneven and not (best.fits and _is_plain(problem, best)))
+    ):
         best = polished(problem, best)
     return best if best is not None and best.fits else None, over
 
@@ -396,6 +396,12 @@ def _suggested(
         if best is not None or worst is None:
             return best, over
     return None, over
+
+
+def _is_plain(problem: Problem, outcome: Outcome) -> bool:
+    """Whether all layers of a plan have the last option: with the same cut none is faster."""
+    candidate = outcome.candidate
+    return {*candidate.low, *candidate.high} == {len(problem.policies) - 1}
 
 
 def even_candidate(problem: Problem, bounds: Bounds, point: Point, option: int) -> Candidate | None:
