@@ -281,6 +281,9 @@ class Imported:
         ):
             found["microbatches"] = self.accumulation
         alone = self.parallel and self.data == 1  # nothing is divided, whatever the stage
+        if self.pp > 1 and (self.first_layers is not None or self.last_layers is not None):
+            ends = {"first": self.first_layers, "last": self.last_layers}
+            found["stage_layers"] = {**ends, "stages": self.pp * self.chunks}
         if not alone and (self.zero or "zero" in self.stated):
             found["zero"] = self.zero
         return found | self._time_and_memory()

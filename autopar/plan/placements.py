@@ -30,7 +30,7 @@ class Wanted:
     """How parameters are to lie.
 
     Attributes:
-        pattern: Name of a parameter or a module, or a pattern over names of parameters.
+        pattern: Name of a parameter or a module, or a pattern over these.
         words: `WHOLE`, `SPLIT` or what splits them; several words are those of a plan file, one
             for every sub-axis.
     """
@@ -46,7 +46,7 @@ class Wanted:
     def means(self, fqn: str) -> bool:
         """Whether it speaks of a parameter."""
         if any(letter in self.pattern for letter in "*?["):
-            return fnmatchcase(fqn, self.pattern)
+            return any(fnmatchcase(fqn, self.pattern + end) for end in ("", ".*"))
         return fqn == self.pattern or fqn.startswith(self.pattern + ".")
 
     def holds(self, words: Sequence[str]) -> bool:

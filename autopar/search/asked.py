@@ -28,8 +28,9 @@ FIXABLE = (
 """Constraints beside a mesh that a search keeps; factors on axes are others."""
 SEARCH = "search"
 """What a plan that was searched for says where others name a strategy."""
-MICRO_BATCH = "micro_batch"
-"""The same in configurations of other frameworks: samples of a data rank at a time."""
+MICRO_BATCH, STAGE_LAYERS = "micro_batch", "stage_layers"
+"""The same in configurations of other frameworks: samples of a data rank at a time; layers of the
+first and the last of so many stages, where all others have as many each."""
 _SIZES = (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor"))
 _NUMBERS = ("microbatches", "chunks", MICRO_BATCH)
 
@@ -47,6 +48,8 @@ class Asked:
         options: Policies of what layers may compute again, least memory first.
         recompute: What backward computes again, as patterns or policies, if that is given.
         cuts: Where stages begin, as op keys or module paths, if that is given.
+        layers: Layers of the first and of the last stage, None for as many as the others have, and
+            the number of stages; if that is given.
         splits: Factors that the tensor axis has to split.
         placements: How single parameters have to lie.
     """
@@ -57,6 +60,7 @@ class Asked:
     options: tuple[str, ...] = OPTIONS
     recompute: tuple[str, ...] = ()
     cuts: tuple[str, ...] = ()
+    layers: tuple[int | None, int | None, int] | None = None
     splits: tuple[str, ...] = ()
     placements: tuple[Wanted, ...] = ()
 
@@ -82,6 +86,9 @@ class Asked:
         cuts = read_texts(constraints, "cuts")
         if cuts:
             allowed["num_stages"] = (len(cuts) + 1,)
+        layers = _layers(constraints.get(STAGE_LAYERS))
+        if layers is not None:
+            allowed["num_stages"] = (layers[2],)
         again = read_recompute(constraints)
         options = OPTIONS if not again else again if again in _SINGLE else ("as asked",)
         splits = tuple(_splits(constraints))
@@ -96,6 +103,7 @@ class Asked:
             options=options,
             recompute=again,
             cuts=cuts,
+            layers=layers,
             splits=splits,
             placements=read_placements(constraints["placements"])
             if "placements" in constraints
@@ -185,6 +193,21 @@ def _zero(value: Any) -> int:
     return value
 
 
+def _layers(value: object) -> tuple[int | None, int | None, int] | None:
+    """Layers of the first and of the last stage, and the number of stages."""
+    if value is None:
+        return None
+    names = ("first", "last", "stages")
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        raise PlanError(
+            f"constraint {STAGE_LAYERS!r} is {value!r}",
+            expected="a map of first, last and stages",
+            where=f"constraints[{STAGE_LAYERS!r}]",
+        )
+    first, last, stages = (value[name] for name in names)
+    return first, last, stages
+
+
 def _role(value: object, splits: tuple[str, ...]) -> str:
     role = read_role(value)
     if splits:
@@ -199,7 +222,7 @@ def _role(value: object, splits: tuple[str, ...]) -> str:
 def _splits(constraints: Mapping[Any, Any]) -> Iterator[str]:
     """Factors that are put on the tensor axis; those of other axes are only looked at."""
     for factor, axes in constraints.items():
-        if factor in FIXABLE or factor == MICRO_BATCH:
+        if factor in (*FIXABLE, MICRO_BATCH, STAGE_LAYERS):
             continue
         given = axes if isinstance(axes, list | tuple) else (axes,)
         if (

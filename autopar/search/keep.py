@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import accumulate
 
 from autopar.cost_models.evaluate import Evaluator
 from autopar.cost_models.layout import Placement
@@ -20,6 +21,8 @@ from autopar.plan.strategies import Constraints, check_factor_names, fine_axes
 from autopar.search.space import Point, Space, divisors
 from autopar.search.units import Units
 
+Edges = tuple[int, ...]
+"""First unit of every stage but the first."""
 Sharding = tuple[int, str]
 """Size of a tensor axis and what it splits."""
 _CUTS = "constraints['cuts']"
@@ -63,6 +66,37 @@ def edges_of(units: Units, cuts: Sequence[str]) -> tuple[int, ...]:
             )
         found.append(unit)
     return tuple(found)
+
+
+def edges_of_layers(units: Units, first: int | None, last: int | None, stages: int) -> Edges | None:
+    """First unit of every stage but the first, of stages of so many layers.
+
+    Args:
+        units: The units of a model.
+        first: Layers of the first stage; None for as many as others have.
+        last: Layers of the last stage.
+        stages: Number of stages.
+
+    Returns:
+        The units; None for a model whose layers are not of one kind.
+
+    Raises:
+        PlanError: If the layers do not divide so.
+    """
+    layers = [unit for unit, block in enumerate(units.block) if block >= 0]
+    if len({units.block[unit] for unit in layers}) != 1:
+        return None
+    ends = [number for number in (first, last) if number is not None]
+    each, left = divmod(len(layers) - sum(ends), max(stages - len(ends), 1))
+    if left or each < 1:
+        raise PlanError(
+            f"{len(layers)} layers do not divide among {stages} stages of which the first has"
+            f" {first or 'as many as others'} and the last {last or 'as many as others'}",
+            expected="as many layers on each of the others",
+            where="constraints['stage_layers']",
+        )
+    sizes = [each if first is None else first, *[each] * (stages - 2)]
+    return tuple(layers[begun] for begun in accumulate(sizes))
 
 
 def _unknown(graph: Graph, units: Units, text: str, where: str) -> PlanError:

@@ -37,7 +37,7 @@ from autopar.plan.strategies import ROLES
 from autopar.schedules.make import SCHEDULES
 from autopar.search.ahead import Ahead
 from autopar.search.asked import OPTIONS, Asked
-from autopar.search.keep import edges_of, kept_shardings
+from autopar.search.keep import edges_of, edges_of_layers, kept_shardings
 from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, Point, Space
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
@@ -151,7 +151,7 @@ class Problem:
         self.asked, self.allowed = asked or Asked(), dict(allowed or {})
         self.free_options = options
         self.options, self.policies = self._options(options)
-        self.edges = edges_of(self.units, self.asked.cuts) if self.asked.cuts else None
+        self.edges = self._edges()
         self.space = self._space()
         self.exact_data = not self.space.microbatched
         self.parameters = Parameters.of(graph, self.units, self.software)
@@ -183,6 +183,14 @@ class Problem:
             asked=self.asked if asked is None else asked, allowed=self.allowed,
             options=self.free_options, memory_bytes=memory_bytes,
         )  # fmt: skip
+
+    def _edges(self) -> tuple[int, ...] | None:
+        """First unit of every stage but the first, if that is fixed."""
+        if self.asked.cuts:
+            return edges_of(self.units, self.asked.cuts)
+        if self.asked.layers is None:
+            return None
+        return edges_of_layers(self.units, *self.asked.layers)
 
     def _options(self, free: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[frozenset[str], ...]]:
         """Names of what layers may compute again, and the nodes that each stands for."""
@@ -394,7 +402,7 @@ class Problem:
         """The candidate as a plan, without what depends on the model."""
         starts = self.units.starts
         cuts = tuple(starts[edge] for edge in candidate.edges)
-        if self.edges is not None and candidate.edges == self.edges:  # in the words that were given
+        if self.asked.cuts and candidate.edges == self.edges:  # in the words that were given
             cuts = given_keys(self.graph, self.asked.cuts)
         plan = candidate.point.plan(cuts)
         return replace(plan, overrides=dict(candidate.overrides)) if candidate.overrides else plan

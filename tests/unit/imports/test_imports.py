@@ -304,6 +304,42 @@ def test_constraints_of_files():
         resolve(str(CONFIGS / "deepspeed_zero3.json"), None, None)
 
 
+def test_what_a_search_keeps_of_a_file(tmp_path: Path):
+    def kept(text: str, devices: int, name: str = "ds.json", mesh: str = "") -> object:
+        file = written(tmp_path, name, text)
+        given = Mesh.parse(mesh) if mesh else None
+        found = resolve(str(file), given, devices, search=True)
+        return str(found.mesh), found.constraints
+
+    micro = '{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64'
+    steps = ', "gradient_accumulation_steps": 1'
+    assert kept(micro + "}", 8) == ("None", {"micro_batch": 2})
+    assert kept(micro + "}", 8, mesh="pp=2,dp=4") == ("pp=2,dp=4", {"micro_batch": 2})
+    assert kept(micro + steps + ', "zero_optimization": {"stage": 0}}', 8) == (
+        "None", {"micro_batch": 2, "microbatches": 1, "zero": 0}
+    )  # fmt: skip
+    script = (
+        "torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+        " --decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 3"
+        " --num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+        " --micro-batch-size 1 --global-batch-size 64 --sequence-parallel"
+        " --use-distributed-optimizer --bf16"
+    )
+    layers = {"first": 5, "last": 3, "stages": 4}
+    common = {
+        "tensor": "megatron_sp", "micro_batch": 1, "schedule": "1f1b", "stage_layers": layers
+    }  # fmt: skip
+    assert kept(script, 8, "run.sh") == ("pp=4,tp=2", common)
+    assert kept(script, 16, "run.sh") == ("pp=4,dp=2,tp=2", {**common, "zero": 1})
+
+
+def test_a_mesh_beside_a_file_says_how_many_data_ranks_there_are(tmp_path: Path):
+    text = '{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}'
+    file = str(written(tmp_path, "ds.json", text))
+    found = resolve(file, Mesh.parse("pp=2,dp=4"), None).constraints
+    assert isinstance(found, dict) and found["microbatches"] == 8
+
+
 def test_a_file_as_constraints_of_a_plan():
     import torch
 

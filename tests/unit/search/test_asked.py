@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -146,6 +147,21 @@ def test_a_tensor_axis_wider_than_its_factor_is_not_taken():
     asked = Asked.of(Mesh.parse("tp=8"), {"heads": "tp"})
     with pytest.raises(PlanError, match="of size 4 cannot be split over the 8 ranks"):
         Problem(model.graph, model.loss, wide, asked=asked)
+
+
+@pytest.mark.parametrize(("first", "last", "stages"), [(1, None, 2), (1, 1, 3), (None, 2, 3)])
+def test_layers_of_the_first_and_last_stage_are_kept(
+    first: int | None, last: int | None, stages: int
+):
+    given = {"stage_layers": {"first": first, "last": last, "stages": stages}}
+    problem = problem_of(given)
+    blocks, edges = problem.units.block, problem.edges
+    assert edges is not None and len(edges) == stages - 1
+    sizes = [sum(number >= 0 for number in blocks[a:b])
+             for a, b in pairwise((0, *edges, len(blocks)))]  # fmt: skip
+    assert sizes == {2: [1, 3], 3: [1, 2, 1] if first else [1, 1, 2]}[stages]
+    with pytest.raises(PlanError, match="do not divide among 3 stages"):
+        problem_of({"stage_layers": {"first": 2, "last": 4, "stages": 3}})
 
 
 # What is kept
