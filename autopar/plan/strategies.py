@@ -236,7 +236,7 @@ def _role(extras: Mapping[str, Any], splits: Mapping[Any, Any], rest: Mesh) -> C
         )
     named = _named("megatron", rest)
     order = tuple((name, ROLES[role] if own == MODEL else own) for name, own in named.order)
-    return Constraints(strategy=f"tensor={role}", order=order)
+    return Constraints(strategy=role if role in STRATEGIES else "custom", order=order)
 
 
 def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraints:

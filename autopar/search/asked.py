@@ -32,6 +32,7 @@ MICRO_BATCH, STAGE_LAYERS = "micro_batch", "stage_layers"
 """The same in configurations of other frameworks: samples of a data rank at a time; layers of the
 first and the last of so many stages, where all others have as many each."""
 _SIZES = (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor"))
+_ABOUT_MESH = ("cuts", "tensor", "placements")
 _NUMBERS = ("microbatches", "chunks", MICRO_BATCH)
 
 Allowed = dict[str, tuple[object, ...]]
@@ -279,14 +280,15 @@ def kept_by_search(
         constraints: As users give them.
         cluster: Whether a cluster is given.
         mesh: Whether a mesh is given. With one, factors on its axes say how to plan; without,
-            factors on ``tp`` are part of a plan of which a search chooses the mesh.
+            factors on ``tp``, and stages, are parts of a plan of which a search chooses the mesh.
         search: Whether a search is asked for.
     """
     if isinstance(constraints, str):
         constraints = split_text(constraints)
     given = dict(constraints or {})
     named = given.pop("strategy", None)
-    part = set(given) <= set(FIXABLE) or (not mesh and "tp" in map(str, given.values()))
+    about_mesh = "tp" in map(str, given.values()) or not set(given).isdisjoint(_ABOUT_MESH)
+    part = set(given) <= set(FIXABLE) or (not mesh and about_mesh)
     if named == SEARCH or (named is None and (search or (cluster and part))):
         return given
     return None

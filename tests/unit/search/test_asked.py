@@ -97,6 +97,8 @@ def test_the_first_axis_of_a_mesh_is_outermost(mesh: str, outside: bool | None):
         ({"heads": "tp"}, {"mesh": True}, False),
         ({"heads": "tp"}, {"mesh": True, "search": True}, True),
         ({"batch": "dp"}, {}, False),
+        ({"batch": "dp", "zero": 1}, {}, False),
+        ({"batch": "dp", "cuts": ["a"]}, {}, True),
         ({"heads": "tp"}, {"cluster": False}, False),
         ("megatron,zero=1", {"search": True}, False),
         ("search,zero=1", {"cluster": False}, True),
