@@ -87,7 +87,7 @@ def _read(key: str, value: str) -> object:
 def _bad(key: str, value: object) -> PlanError:
     return PlanError(
         f"constraint {key!r} is {value!r}",
-        expected=RESERVED[key],
+        expected=RESERVED.get(key, "a whole number from 1"),
         where=f"constraints[{key!r}]",
     )
 

@@ -199,14 +199,16 @@ def _layers(value: object) -> tuple[int | None, int | None, int] | None:
     if value is None:
         return None
     names = ("first", "last", "stages")
-    if not isinstance(value, Mapping) or set(value) != set(names):
-        raise PlanError(
-            f"constraint {STAGE_LAYERS!r} is {value!r}",
-            expected="a map of first, last and stages",
-            where=f"constraints[{STAGE_LAYERS!r}]",
-        )
-    first, last, stages = (value[name] for name in names)
-    return first, last, stages
+    if isinstance(value, Mapping) and set(value) == set(names):
+        first, last, stages = (value[name] for name in names)
+        whole = all(type(n) is int and n > 0 for n in (first, last) if n is not None)
+        if whole and type(stages) is int and stages > 1:
+            return first, last, stages
+    raise PlanError(
+        f"constraint {STAGE_LAYERS!r} is {value!r}",
+        expected="a map of first and last, layers or none, and stages, a number from 2",
+        where=f"constraints[{STAGE_LAYERS!r}]",
+    )
 
 
 def _role(value: object, splits: tuple[str, ...]) -> str:

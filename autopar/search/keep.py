@@ -190,7 +190,7 @@ def kept_shardings(
         return tuple(found)
     if not given and refused:
         raise refused[0]
-    raise _never(wanted, given)
+    raise _never(wanted, given) if given else _no_axis(space)
 
 
 def _shardings(space: Space) -> Iterator[Sharding]:
@@ -231,17 +231,26 @@ def words_by_name(placement: Placement, names: Sequence[str]) -> dict[str, tuple
     return {name: words_of(placement.sharded, values[name]) for name in names}
 
 
+def _no_axis(space: Space) -> PlanError:
+    """That what is fixed otherwise leaves no tensor axis that could be as constraints want it."""
+    if space.allowed.get("tensor") == (1,):
+        return PlanError(
+            "constraints say what a tensor axis splits, and the mesh has none",
+            expected="a mesh with an axis tp of at least 2 ranks, or no mesh",
+            where="mesh",
+        )
+    return PlanError(
+        f"no tensor axis of this model, on {space.num_devices} devices, splits what is asked for",
+        expected="one of " + (", ".join(space.roles) or "none: a model without such factors"),
+        where="constraints",
+    )
+
+
 def _never(
     wanted: Mapping[str, Sequence[Wanted]],
     given: Mapping[Sharding, Mapping[str, tuple[str, ...]]],
 ) -> PlanError:
     """That nothing of the space lays parameters as wanted, with what each way gives."""
-    if not given:
-        return PlanError(
-            "no plan that is searched keeps these constraints on the tensor axis",
-            expected="fewer constraints",
-            where="constraints",
-        )
     name, item = next(
         (
             (name, item)

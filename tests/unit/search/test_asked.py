@@ -166,6 +166,15 @@ def test_layers_of_the_first_and_last_stage_are_kept(
         problem_of({"stage_layers": {"first": 2, "last": 4, "stages": 3}})
 
 
+def test_a_mesh_without_a_tensor_axis_splits_nothing():
+    with pytest.raises(PlanError, match="what a tensor axis splits, and the mesh has none"):
+        problem_of({"heads": "tp"}, "pp=2,dp=2")
+    with pytest.raises(PlanError, match="splits what is asked for") as caught:
+        problem_of({"tensor": "features", "placements": {"norm": "whole"}}, "dp=2,tp=2",
+                   allowed={"role": ("", "megatron")})  # fmt: skip
+    assert caught.value.expected is not None and "megatron" in caught.value.expected
+
+
 # What is kept
 
 
