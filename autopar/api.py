@@ -128,7 +128,8 @@ def compile(
         model: An ordinary module; it is not modified. On the meta device it is initialised by
             the ``reset_parameters`` of its modules.
         cluster: The cluster; must have as many devices as the job has ranks. With one, and neither
-            a plan, a strategy nor a map of factors, the best plan is searched for.
+            a plan, a strategy nor a mesh with factors, the best plan that keeps the constraints is
+            searched for.
         example_inputs: Arguments of one call with the global batch, to compile at once.
         example_kwargs: Its keyword arguments.
         loss_fn: ``loss_fn(outputs, *args, *kwargs.values())``, when the model does not return
@@ -140,8 +141,9 @@ def compile(
             "tp", "batch": "dp"}``. Either may say more, as text (``"megatron,microbatches=8,
             schedule=1f1b,zero=1,recompute=selective"``) or as further keys of the map:
             ``microbatches``, ``schedule``, ``chunks``, ``zero``, ``recompute``, ``cuts``,
-            ``placements``, ``update_every``, ``vertical_sync``. Or a file: such a map, or what
-            DeepSpeed, Megatron-LM, torchtitan or Accelerate read; notes say what no plan can hold.
+            ``tensor``, ``placements``, ``update_every``, ``vertical_sync``. Or a file: such a map,
+            or what DeepSpeed, Megatron-LM, torchtitan or Accelerate read; notes say what no plan
+            can hold.
         plan: A plan or plan file to carry out instead. One that was made for another batch,
             sequence length or cluster keeps its choices and is priced anew; what that changes is
             logged (``autopar``), and is refused if it has too little memory. One of another model
@@ -223,7 +225,9 @@ def search(
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
         mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
-        constraints: What else to keep, as in `compile`; the rest is chosen.
+        constraints: What else to keep, as in `compile`: ``microbatches``, ``schedule``, ``chunks``,
+            ``zero``, ``recompute``, ``cuts``, ``tensor`` or factors on axes, ``placements``, or a
+            configuration's file; the rest is chosen.
         optimizer: Name of the optimizer.
         strategy: ``exact``, ``expert``, ``mcmc``, ``rl`` or, for small problems, ``exhaustive``.
         effort: ``normal`` stops at a proven gap of 1 %, ``high`` at 0.5 %.
@@ -267,7 +271,7 @@ def plan(
     Args:
         model: The module; its parameters may be on the meta device.
         cluster: The cluster; by default as many devices as `mesh` has ranks, or one. With one, and
-            neither a strategy nor a map of factors, the best plan is searched for (see `search`).
+            neither a strategy nor a mesh with factors, the best plan is searched for (`search`).
         args: Arguments of one call with the global batch.
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
