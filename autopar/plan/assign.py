@@ -72,6 +72,7 @@ def assign(
         },
     )
     orders = tuple(constraints.names(name) for name in owner)
+    kept = kept_whole(graph, constraints)
     known: dict[object, tuple[Choices, tuple[Pair, ...]]] = {}
     picked: list[Choices] = []
     for index, (node, rule, units) in enumerate(
@@ -81,22 +82,26 @@ def assign(
         # Also of what is made of nothing, such as the numbers of positions.
         only_parameters = state.from_parameters.issuperset(operands)
         differentiable = any(value.spec.requires_grad for value in node.outputs)
+        slots = frozenset[int]()
+        if kept:
+            slots = frozenset(slot for slot, name in enumerate(operands) if name in kept)
         # Alike calls on alike operands choose alike, so depth costs a look-up per op.
         key = (
             id(rule), units, tuple(map(state.pairs.get, operands)),
             only_parameters, differentiable, len(node.outputs), index in whole,
-            tuple(name in of_inputs for name in operands),
+            tuple(name in of_inputs for name in operands), slots,
         )  # fmt: skip
         if key not in known:
             linear = tuple(
                 choice for choice in options(node, rule, (), graph.spec) if choice.kind == "linear"
             )
             here = _Call(
-                operands, rule, units, differentiable, only_parameters, linear, index in whole
-            )
+                operands, rule, units, differentiable, only_parameters, linear, index in whole,
+                slots,
+            )  # fmt: skip
             choices = _choose(here, orders, mesh, state, in_time)
             if constraints.explicit:
-                _check(node, units, choices, owner, constraints, mesh)
+                _check(node, here.free_units(), choices, owner, constraints, mesh)
             known[key] = (choices, place_call(node, rule, choices).outputs)
         choices, outputs = known[key]
         picked.append(choices)
@@ -106,6 +111,18 @@ def assign(
         if only_parameters:
             state.from_parameters.update(value.name for value in node.outputs)
     return tuple(picked)
+
+
+def kept_whole(graph: Graph, constraints: Constraints) -> frozenset[str]:
+    """Names of the parameters that have to stay whole."""
+    wanted = [item for item in constraints.placements if item.whole]
+    if not wanted:
+        return frozenset()
+    return frozenset(
+        item.value.name
+        for item in graph.parameters()
+        if any(some.means(item.target) for some in wanted)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,18 @@ class _Call:
     only_parameters: bool
     linear: tuple[Choice, ...] = ()
     whole: bool = False
+    kept: frozenset[int] = frozenset()
+
+    def free_units(self) -> tuple[Unit, ...]:
+        """Units that may be split: not those of parameters that have to stay whole."""
+        if self.rule is None or not self.kept:
+            return self.units
+        rule = self.rule
+        return tuple(
+            unit
+            for unit in self.units
+            if self.kept.isdisjoint(place.slot for place in rule.letter(unit.letter).operands)
+        )
 
 
 def _choose(
@@ -194,7 +223,7 @@ def _pick(
         if name in _ACTIVATIONS_ONLY and not call.differentiable:
             continue
         found = []
-        for position, unit in enumerate(call.units):
+        for position, unit in enumerate(call.free_units()):
             if not _matches(unit, name):
                 continue
             taken = math.prod(

@@ -251,7 +251,8 @@ def describe(
     graph = sharded.graph
     fine, owner = fine_axes(mesh, constraints.pipeline)
     rest = tensor_mesh(mesh, constraints.pipeline.axis)
-    implied = choose_in_time(graph, sharded.factors, fine, owner, constraints)
+    free = replace(constraints, placements=())  # a plan has what follows from them as overrides
+    implied = choose_in_time(graph, sharded.factors, fine, owner, free)
     overrides = {
         key: tuple(map(str, choices))
         for key, choices, base in zip(op_keys(graph), sharded.choices, implied, strict=True)

@@ -3,7 +3,8 @@
 ``{"lm_head.weight": "whole"}``: the name of a parameter, of a module (all of its parameters) or a
 pattern that `fnmatch` reads, and ``whole``, ``split``, what splits it (``vocab``, or ``vocab@0``
 for dim 0), or the list of words that a plan file has. They speak of what the mesh's axes split;
-ZeRO divides what is whole among data ranks all the same.
+ZeRO divides what is whole among data ranks all the same. Where axes would split what is to be
+whole, the ops that take it choose otherwise; what axes leave whole is never split for them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Wanted:
     def where(self) -> str:
         """The place of the constraint."""
         return f"{_HERE}[{self.pattern!r}]"
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing may split them: ops that take them split something else, or nothing."""
+        return all(word == WHOLE for word in self.words)
 
     def means(self, fqn: str) -> bool:
         """Whether it speaks of a parameter."""

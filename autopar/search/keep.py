@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import accumulate
 
 from autopar.cost_models.evaluate import Evaluator
-from autopar.cost_models.layout import Placement
+from autopar.cost_models.layout import Layout, Placement
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
-from autopar.plan.build import words_of
+from autopar.plan.assign import kept_whole
+from autopar.plan.build import constraints_of, words_of
 from autopar.plan.keys import op_keys
 from autopar.plan.microbatch import choose_in_time
 from autopar.plan.placements import Wanted, lies, wanted_of
 from autopar.plan.plan import Plan
 from autopar.plan.stages import resolve_cut, staged_nodes
 from autopar.plan.strategies import Constraints, check_factor_names, fine_axes
+from autopar.search.asked import Asked
 from autopar.search.space import Point, Space, divisors
 from autopar.search.units import Units
 
@@ -29,6 +32,17 @@ _CUTS = "constraints['cuts']"
 
 
 # Cuts
+
+
+def asked_edges(units: Units, asked: Asked) -> Edges | None:
+    """First unit of every stage but the first, if constraints fix that.
+
+    Raises:
+        PlanError: If stages cannot begin there.
+    """
+    if asked.cuts:
+        return edges_of(units, asked.cuts)
+    return None if asked.layers is None else edges_of_layers(units, *asked.layers)
 
 
 def edges_of(units: Units, cuts: Sequence[str]) -> tuple[int, ...]:
@@ -149,11 +163,68 @@ def border_name(units: Units, unit: int) -> str:
 # What the tensor axis splits
 
 
+@dataclass(slots=True)
+class Whole:
+    """Points as plans in which parameters that have to stay whole do.
+
+    Attributes:
+        layout: The model.
+        placements: How single parameters have to lie.
+    """
+
+    layout: Layout
+    placements: tuple[Wanted, ...]
+    _unfolded: list[Layout] = field(default_factory=list)
+    _known: dict[object, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+
+    def plan(self, point: Point, cuts: tuple[str, ...] = ()) -> Plan:
+        """A point as a plan, with overrides where what its axes split would split these.
+
+        Raises:
+            PlanError: If the plan does not fit the model.
+        """
+        plan, key = point.plan(cuts), (point.mesh, point.role, point.microbatches)
+        if point.tensor == 1 or not any(item.whole for item in self.placements):
+            return plan
+        if key not in self._known:
+            self._known[key] = self._overrides(plan)
+        return replace(plan, overrides=self._known[key])
+
+    def _overrides(self, plan: Plan) -> dict[str, tuple[str, ...]]:
+        free, (mesh, owner) = constraints_of(plan), fine_axes(plan.device_mesh, plan.pipeline)
+        forced = replace(free, placements=self.placements)
+        if not self._unfolded:
+            alike = _alike(self.layout, kept_whole(self.layout.graph, forced))
+            self._unfolded.append(
+                self.layout if alike else Layout.of(self.layout.graph, fold=False)
+            )
+        layout = self._unfolded[0]
+        found, implied = (
+            choose_in_time(layout.folded, layout.factors, mesh, owner, rules)
+            for rules in (forced, free)
+        )
+        return {
+            key: tuple(map(str, found[like]))
+            for key, like in zip(op_keys(layout.graph), layout.indexes, strict=True)
+            if found[like] != implied[like]
+        }
+
+
+def _alike(layout: Layout, values: frozenset[str]) -> bool:
+    """Whether parameters of copies that are folded away are among some as those that stay are."""
+    names = layout.names
+    return all(
+        (item.value.name in values) == (names.get(item.value.name, item.value.name) in values)
+        for item in layout.graph.parameters()
+    )
+
+
 def kept_shardings(
     evaluator: Evaluator,
     space: Space,
     splits: Sequence[str],
     placements: Sequence[Wanted],
+    plan_of: Callable[[Point], Plan],
 ) -> tuple[Sharding, ...]:
     """Sizes of the tensor axis, and what it splits, that keep constraints.
 
@@ -162,6 +233,7 @@ def kept_shardings(
         space: What is searched.
         splits: Factors that the axis has to split, all of it.
         placements: How single parameters have to lie.
+        plan_of: A point as a plan, in which what has to stay whole does.
 
     Raises:
         PlanError: If there are none; says what each would give.
@@ -179,7 +251,7 @@ def kept_shardings(
         try:
             if splits:
                 _refuse_narrow(evaluator, point, rules)
-            placement = evaluator.place(point.plan())
+            placement = evaluator.place(plan_of(point))
         except PlanError as error:
             refused.append(error)
             continue

@@ -37,7 +37,7 @@ from autopar.plan.strategies import ROLES
 from autopar.schedules.make import SCHEDULES
 from autopar.search.ahead import Ahead
 from autopar.search.asked import OPTIONS, Asked
-from autopar.search.keep import edges_of, edges_of_layers, kept_shardings
+from autopar.search.keep import Whole, asked_edges, kept_shardings
 from autopar.search.space import MAX_SAMPLES, MAX_TOKENS, Point, Space
 from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
@@ -151,12 +151,13 @@ class Problem:
         self.asked, self.allowed = asked or Asked(), dict(allowed or {})
         self.free_options = options
         self.options, self.policies = self._options(options)
-        self.edges = self._edges()
+        self.edges = asked_edges(self.units, self.asked)
+        self.whole = Whole(self.layout, self.asked.placements)
+        self._known = _Known()
         self.space = self._space()
         self.exact_data = not self.space.microbatched
         self.parameters = Parameters.of(graph, self.units, self.software)
         self.device = cluster.hardware(0)
-        self._known = _Known()
         self.second: Ahead | None = None
 
     def like(
@@ -183,14 +184,6 @@ class Problem:
             asked=self.asked if asked is None else asked, allowed=self.allowed,
             options=self.free_options, memory_bytes=memory_bytes,
         )  # fmt: skip
-
-    def _edges(self) -> tuple[int, ...] | None:
-        """First unit of every stage but the first, if that is fixed."""
-        if self.asked.cuts:
-            return edges_of(self.units, self.asked.cuts)
-        if self.asked.layers is None:
-            return None
-        return edges_of_layers(self.units, *self.asked.layers)
 
     def _options(self, free: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[frozenset[str], ...]]:
         """Names of what layers may compute again, and the nodes that each stands for."""
@@ -233,7 +226,7 @@ class Problem:
         found.evaluator = copy.copy(self.evaluator)
         found.evaluator.cluster = cluster
         found.space = replace(self.space, num_devices=cluster.num_devices, allowed={})
-        found.edges = None
+        found.edges, found.whole = None, Whole(self.layout, ())
         found._known, found.second = _Known(tables=self._known.tables), None
         return found
 
@@ -261,7 +254,9 @@ class Problem:
         )
         splits, placements = self.asked.splits, self.asked.placements
         if splits or placements:
-            allowed["sharding"] = kept_shardings(self.evaluator, space, splits, placements)
+            allowed["sharding"] = kept_shardings(
+                self.evaluator, space, splits, placements, self.whole.plan
+            )
         return space
 
     def _samples(self) -> int:
@@ -385,8 +380,9 @@ class Problem:
         return self._known.prices[key]
 
     def _table(self, point: Point, name: str, weight: bool) -> UnitTable | None:
-        plan, device = point.plan(), self.device_called(name)
+        device = self.device_called(name)
         try:
+            plan = self.whole.plan(point)
             placement = self.evaluator.place(plan)
         except PlanError:
             return None
@@ -404,8 +400,9 @@ class Problem:
         cuts = tuple(starts[edge] for edge in candidate.edges)
         if self.asked.cuts and candidate.edges == self.edges:  # in the words that were given
             cuts = given_keys(self.graph, self.asked.cuts)
-        plan = candidate.point.plan(cuts)
-        return replace(plan, overrides=dict(candidate.overrides)) if candidate.overrides else plan
+        if candidate.overrides:  # these have what has to stay whole, too
+            return replace(candidate.point.plan(cuts), overrides=dict(candidate.overrides))
+        return self.whole.plan(candidate.point, cuts)
 
     def options_of(self, candidate: Candidate) -> tuple[int, ...]:
         """Option of every unit."""

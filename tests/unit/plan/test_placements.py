@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.plan.build import make_plan
+from autopar.plan.build import apply_plan, make_plan
 from autopar.plan.extras import split_text
 from autopar.plan.placements import Wanted, read_placements
+from autopar.plan.plan import Plan
 from autopar.plan.strategies import ROLES, parse_constraints
 from autopar.sharding.mesh import Mesh
 from tests.unit.search.problems import traced
@@ -85,8 +86,8 @@ def test_what_tensor_axes_split_may_be_named(role: str):
         ({"tensor": "megatron", "ffn": "tp"}, "'ffn' says what", "constraints['tensor']"),
         ({"placements": ["a"]}, "constraint 'placements'", "constraints['placements']"),
         (
-            {"tensor": "megatron", "placements": {"tokens": "whole"}},
-            "tokens.weight is to be whole, but what the axes split leaves it vocab@0",
+            {"tensor": "megatron", "placements": {"tokens": "hidden"}},
+            "tokens.weight is to be hidden, but what the axes split leaves it vocab@0",
             "constraints['placements']['tokens']",
         ),
         (
@@ -101,6 +102,21 @@ def test_what_a_plan_does_not_keep_is_refused(constraints: dict[str, Any], what:
     with pytest.raises(PlanError) as caught:
         make_plan(traced("gpt", 4, 0, 8).graph, MESH, constraints)
     assert what in caught.value.what and caught.value.where == where
+
+
+@pytest.mark.parametrize("constraints", [{"tensor": "megatron_sp"}, {"vocab": "tp", "ffn": "tp"}])
+def test_ops_choose_otherwise_where_a_parameter_has_to_stay_whole(constraints: dict[str, Any]):
+    graph = traced("gpt", 4, 0, 8).graph
+    free, _ = make_plan(graph, MESH, constraints)
+    wanted = {"tokens": "whole", "blocks.2.mlp": "whole"}
+    plan, _ = make_plan(graph, MESH, {**constraints, "placements": wanted})
+    for before, after in zip(free.parameters, plan.parameters, strict=True):
+        kept = before.fqn.startswith(("tokens", "blocks.2.mlp."))
+        assert after.placement == (("whole", "whole") if kept else before.placement)
+    assert plan.overrides and not free.overrides
+    again = Plan.from_json(plan.to_json())
+    for item in apply_plan(again, graph).graph.parameters():  # says if a placement is another
+        assert item.target in {planned.fqn for planned in again.parameters}
 
 
 def test_a_plan_that_keeps_its_placements_is_made():

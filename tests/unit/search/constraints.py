@@ -98,9 +98,10 @@ def _of_tensor_axis(
         plan = _plan(free, _whole(point))
         parameter = rng.choice(plan.parameters)
         split = [word for word in parameter.placement if word != "whole"]
-        words: Any = rng.choice(("split", split[0].partition("@")[0])) if split else "whole"
-        if split and rng.random() < 0.3:
-            words = list(parameter.placement)
+        words: Any = "whole"
+        if split:
+            one = split[0].partition("@")[0]
+            words = rng.choice(("whole", "whole", "split", one, list(parameter.placement)))
         found["placements"] = {parameter.fqn: words}
     return found
 
@@ -178,10 +179,12 @@ def _lies(free: Remembered, point: Point, given: Mapping[str, Any]) -> bool:
               for item in plan.parameters}  # fmt: skip
     for name, words in wanted.items():
         mine = placed[name]
+        if words == "whole":  # ops choose otherwise if need be
+            continue
         if isinstance(words, list):
             good = mine == [word for word in words if word != "whole"]
-        elif words in ("whole", "split"):
-            good = bool(mine) == (words == "split")
+        elif words == "split":
+            good = bool(mine)
         else:
             good = bool(mine) and all(word.startswith(f"{words}@") for word in mine)
         if not good:
@@ -218,4 +221,8 @@ def not_as_asked(small: Small, candidate: Candidate) -> list[str]:
     for name in ("order", "parameters", "pipeline", "zero", "recompute", "overrides"):
         if getattr(again, name) != getattr(plan, name):
             wrong.append(f"{name}: {getattr(plan, name)}, and said so {getattr(again, name)}")
+    placed = {item.fqn: set(item.placement) for item in plan.parameters}
+    for name, words in given.get("placements", {}).items():
+        if words == "whole" and not placed[name] <= {"whole"}:
+            wrong.append(f"{name} is {placed[name]}")
     return [f"{what}: {small.name}" for what in wrong]
