@@ -88,6 +88,12 @@ class Asked:
         if cuts:
             allowed["num_stages"] = (len(cuts) + 1,)
         layers = _layers(constraints.get(STAGE_LAYERS))
+        if layers is not None and cuts:
+            raise PlanError(
+                f"cuts say where stages begin, and so does {STAGE_LAYERS}",
+                expected="one of them",
+                where="constraints['cuts']",
+            )
         if layers is not None:
             allowed["num_stages"] = (layers[2],)
         again = read_recompute(constraints)
