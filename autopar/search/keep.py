@@ -160,6 +160,28 @@ def border_name(units: Units, unit: int) -> str:
     return keys[first]
 
 
+def handed_on(units: Units, names: frozenset[str]) -> frozenset[str]:
+    """Nodes of some whose values other units take: a stage that ends there does not need them.
+
+    Args:
+        units: The units of a model.
+        names: Of nodes.
+    """
+    nodes = units.graph.nodes
+    made = {
+        value.name: (node.name, unit)
+        for node, unit in zip(nodes, units.unit_of, strict=True)
+        if node.name in names
+        for value in node.outputs
+    }
+    return frozenset(
+        made[name][0]
+        for node, unit in zip(nodes, units.unit_of, strict=True)
+        for name in node.operands
+        if name in made and made[name][1] != unit
+    )
+
+
 # What the tensor axis splits
 
 

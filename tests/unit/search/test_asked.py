@@ -15,6 +15,7 @@ from autopar.plan.recompute import recompute_patterns
 from autopar.plan.strategies import ROLES
 from autopar.search import exact
 from autopar.search.asked import Asked, kept_by_search
+from autopar.search.bounds import Bounds
 from autopar.search.find import STRATEGIES, Found, Request, find
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import Problem
@@ -222,6 +223,18 @@ def test_refinement_leaves_alone_what_is_asked_for():
     assert lies({}) == ("whole", "heads (dim 0) over tp")
     asked = {"placements": {"tokens.weight": "vocab"}}
     assert lies(asked) == ("vocab (dim 0) over tp", "heads (dim 0) over tp")
+
+
+def test_bounds_hold_where_backward_computes_everything_again():
+    """But for what a stage hands on: its backward does not need that."""
+    asked = {
+        "recompute": ["*"], "cuts": ["blocks.1", "blocks.2", "blocks.3"], "microbatches": 4
+    }  # fmt: skip
+    problem = problem_of(asked, "pp=2,dp=2")
+    bounds = Bounds(problem)
+    for point in problem.space.points():
+        best, _ = exact.best_candidate(problem, bounds, point)
+        assert best is not None and bounds.cut(point) <= best.step_s * (1 + 1e-9)
 
 
 # What does not fit
