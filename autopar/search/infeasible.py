@@ -58,7 +58,7 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
         f"no plan fits {where}: the one that needs least, {least.candidate.point.text()},"
         f" is {format_bytes(least.over_bytes)} over the memory of a device (predicted)",
         expected=_parts(problem, least, problem.predict(least.candidate)),
-        fix=_fixes(problem),
+        fix=_fixes(problem, least),
         where="cluster",
     )
 
@@ -127,7 +127,7 @@ def _parts(problem: Problem, least: Outcome, found: Prediction) -> str:
     )
 
 
-def _fixes(problem: Problem) -> str:
+def _fixes(problem: Problem, least: Outcome) -> str:
     """Relaxations, cheapest first."""
     found = _freed(problem)
     more = None if found else fewest_devices(problem)
@@ -135,12 +135,16 @@ def _fixes(problem: Problem) -> str:
         found.append("fixing less is not enough: with nothing fixed nothing fits, either")
     if more is not None:
         free = ", if nothing is fixed" if problem.asked.texts() else ""
-        found.append(
-            f"take {more.num_devices} devices, the fewest tried that are enough{free} ({more})"
-        )
+        best = _good(problem, Asked(), more)
+        took = f": {format_seconds(best.step_s)} per step (predicted)" if best is not None else ""
+        enough = f"the fewest tried that are enough{free} ({more}){took}"
+        found.append(f"take {more.num_devices} devices, {enough}")
     if problem.space.batch > 1 and not problem.space.microbatched:
         found.append("a smaller batch: the model cannot be computed in microbatches")
-    return "; ".join(found) or "a smaller model, batch or sequence, or devices with more memory"
+    needed = problem.capacity_bytes(problem.device) + least.over_bytes
+    if not found:
+        found.append("a smaller model, batch or sequence")
+    return "; ".join((*found, f"devices with {format_bytes(needed)} of memory"))
 
 
 def _freed(problem: Problem) -> list[str]:
@@ -169,27 +173,50 @@ def without(problem: Problem) -> list[tuple[str, Outcome]]:
         return [(text, free) for text in texts.values()]
     each = [(text, _good(problem, problem.asked.without(name))) for name, text in texts.items()]
     found = [(text, best) for text, best in each if best is not None]
+    found.sort(key=lambda item: item[1].step_s)
     return found or [(problem.asked.text(), free)]
 
 
-def _good(problem: Problem, asked: Asked) -> Outcome | None:
+def _good(problem: Problem, asked: Asked, cluster: ClusterSpec | None = None) -> Outcome | None:
     """A good plan where only so much is asked for; None if there is none, or not at once."""
     try:
-        return exact.search(problem.like(asked=asked), gap=GAP, time_limit_s=LIMIT_S).best
+        other = problem.like(asked=asked, cluster=cluster, memory_bytes=problem.memory_bytes)
+        return exact.search(other, gap=GAP, time_limit_s=LIMIT_S).best
     except PlanError:  # the space is empty
         return None
 
 
 def fewest_devices(problem: Problem) -> ClusterSpec | None:
-    """The cluster with the least multiple of the nodes on which something fits."""
+    """The cluster with the fewest nodes on which something fits; of unequal ones, multiples."""
     if problem.room_bytes(problem.device) <= 0:
         return None
-    for multiple in MULTIPLES:
-        groups = tuple(
-            replace(group, nodes=group.nodes * multiple) for group in problem.cluster.groups
-        )
-        cluster = replace(problem.cluster, groups=groups)
-        least = least_memory(problem.on(cluster), tried=FEW)
-        if least is not None and least.fits:
-            return cluster
-    return None
+    few = 1
+    for many in MULTIPLES:
+        best = _more(problem.cluster, many)
+        if _fits(problem, best):
+            break
+        few = many
+    else:
+        return None
+    nodes = problem.cluster.groups[0].nodes
+    few, many = few * nodes, many * nodes  # too few, and enough
+    while len(best.groups) == 1 and many - few > 1:
+        middle = (few + many) // 2
+        cluster = replace(best, groups=(replace(best.groups[0], nodes=middle),))
+        if _fits(problem, cluster):
+            best, many = cluster, middle
+        else:
+            few = middle
+    return best
+
+
+def _more(cluster: ClusterSpec, multiple: int) -> ClusterSpec:
+    """The cluster with so many times the nodes."""
+    groups = tuple(replace(group, nodes=group.nodes * multiple) for group in cluster.groups)
+    return replace(cluster, groups=groups)
+
+
+def _fits(problem: Problem, cluster: ClusterSpec) -> bool:
+    """Whether a plan was found that fits a cluster."""
+    least = least_memory(problem.on(cluster), tried=FEW)
+    return least is not None and least.fits

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.presets.registry import build
 from autopar.search import exact
 from autopar.search.find import Request, find
-from autopar.search.infeasible import explain_infeasible, least_memory
+from autopar.search.infeasible import explain_infeasible, fewest_devices, least_memory
 from autopar.search.problem import Problem
 from autopar.trace import trace
 from tests.unit.search.problems import traced
@@ -60,6 +60,22 @@ def test_more_devices_are_proposed_where_they_help():
     assert result.best is None
     text = str(explain_infeasible(problem, result))
     assert "take 2 devices, the fewest tried that are enough" in text
+    assert "per step (predicted); devices with" in text
+
+
+def test_the_fewest_devices_are_enough_and_one_less_is_not():
+    def least_bytes(nodes: int) -> int:
+        problem = problem_of("gpt", 4, ClusterSpec.parse(f"{nodes}x1xA100"), layers=4)
+        least = least_memory(problem)
+        assert least is not None
+        return problem.capacity_bytes(problem.device) + least.over_bytes
+
+    needed = {nodes: least_bytes(nodes) for nodes in (1, 2, 3, 4)}
+    assert needed[3] < needed[2] < needed[1]
+    problem = problem_of("gpt", 4, ClusterSpec.parse("1x1xA100"), layers=4)
+    problem.memory_bytes = needed[3]
+    found = fewest_devices(problem)
+    assert found is not None and found.num_devices == 3
 
 
 @pytest.mark.parametrize(
