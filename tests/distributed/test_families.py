@@ -26,7 +26,16 @@ def part_of(
     return plans[(part + list(FAMILIES).index(name)) % parts :: parts]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+TWINS = ("mistral", "bert_classes")
+"""Families whose graphs another has but for a few ops; they take their turn in long runs."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.long) if name in TWINS else name for name in FAMILIES
+    ],
+)
 def member(request: pytest.FixtureRequest) -> Iterator[tuple[str, Case]]:
     """A family as it comes, traced once for all tests of it."""
     yield request.param, family(request.param)
