@@ -102,7 +102,7 @@ def _run(function: object, options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted before there was a result", file=sys.stderr)
         return 130
     except Exception:
         traceback.print_exc()

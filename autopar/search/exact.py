@@ -38,8 +38,8 @@ CLOSED, FEW_UNITS = 3000, 40
 """Plans, over the units of a model, that are evaluated to close what is left of a gap."""
 SINGLE = 60
 """The same for models of more units: points of one stage only, as others have too many plans."""
-TIE = 0.25
-"""Share of the gap within which a plan that is more usual is as good."""
+TIE = 1e-9
+"""Fraction of a step within which a plan that is more usual is as good."""
 FEW = 4
 """With fewer microbatches per rank than this, what lies around them counts for a cut."""
 SLACKS = (1.0, 1.01, 1.03)
@@ -271,7 +271,7 @@ def _search(
             break
     lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
     if state.best is not None and complete:
-        state.best = _most_usual(state, lowest)
+        state.best = _most_usual(state)
     if state.best is not None and op_level:
         with Interruptible(lambda: True) as refining:
             state.best = refine(problem, state.best, begun + time_limit_s)
@@ -293,24 +293,12 @@ def _search(
     )
 
 
-def _most_usual(state: _State, lowest: float) -> Outcome:
-    """The best plan, or one with fewer features that is nearly as fast.
-
-    Args:
-        state: The search, over.
-        lowest: What it has proven.
-    """
+def _most_usual(state: _State) -> Outcome:
+    """The best plan, or one with fewer features that is as fast."""
     assert state.best is not None
-    best, point = state.best, state.best.candidate.point
-    slowest = best.step_s * (1 + TIE * state.gap)
-    if state.gap > 0:
-        slowest = min(slowest, lowest / (1 - state.gap))
-        for zero in range(point.zero):
-            member = replace(point, zero=zero)
-            if member not in state.tried and member in set(state.problem.space.members(point)):
-                state.evaluate(lowest, member)
+    slowest = state.best.step_s * (1 + TIE)
     near = [item for item in state.found if item.fits and item.step_s <= slowest]
-    return min([best, *near], key=lambda item: (_features(item.candidate.point), item.step_s))
+    return min(near, key=lambda item: (_features(item.candidate.point), item.step_s))
 
 
 def _features(point: Point) -> tuple[int, int, int]:
@@ -332,8 +320,8 @@ def describe_space(problem: Problem) -> str:
         how = "1f1b, interleaved_1f1b, zb_h1, zbv with the cuts asked for"
     text = (
         "meshes of pipeline, data and one tensor axis over all devices; tensor axis splits one of: "
-        f"{roles}; ZeRO 0-3; all numbers of microbatches; schedules {how}; per layer "
-        f"{', '.join(problem.options)} of recomputation"
+        f"{roles}; ZeRO 0-3; all microbatches of at most {problem.space.samples:,} samples on a"
+        f" rank; schedules {how}; per layer {', '.join(problem.options)} of recomputation"
     )
     if not problem.asked.pinned:
         text += ". The best of these is improved op by op"

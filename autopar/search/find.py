@@ -16,12 +16,13 @@ from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
 from autopar.search.asked import Asked
 from autopar.search.finish import certificate_note, finish
-from autopar.search.infeasible import explain_infeasible
+from autopar.search.infeasible import alone, explain_infeasible
 from autopar.search.problem import Problem
 from autopar.search.result import SearchResult
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
+from autopar.units import format_seconds
 
 GAPS = {"normal": 0.01, "high": 0.005}
 """Proven distance from the optimum at which a search stops, by effort."""
@@ -166,7 +167,12 @@ def find(
         problem,
         candidate,
         infer_factors(graph),
-        (*notes, *format_notes(graph, cluster), certificate_note(result)),
+        (
+            *notes,
+            *format_notes(graph, cluster),
+            *_idle_notes(problem, result),
+            certificate_note(result),
+        ),
     )
     return Found(
         plan=plan,
@@ -178,6 +184,17 @@ def find(
 
 
 _UNKNOWN_BYTES = 2**60
+
+
+def _idle_notes(problem: Problem, result: SearchResult) -> list[str]:
+    """On which nodes of an unequal cluster a step is faster if the others are left idle."""
+    assert result.best is not None
+    return [
+        f"{cluster} alone is faster: {format_seconds(best.step_s)} per step (predicted,"
+        f" {best.candidate.point.text()}); a search uses all devices that it is given"
+        for cluster, best in alone(problem)
+        if best.step_s < result.best.step_s
+    ]
 
 
 def format_notes(graph: Graph, cluster: ClusterSpec) -> tuple[str, ...]:

@@ -104,6 +104,11 @@ def certificate_note(result: SearchResult) -> str:
     assert result.best is not None
     proof = result.certificate
     ended = "" if proof.complete else ", stopped early"
+    if not proof.bound_s:
+        return (
+            f"predicted {result.best.step_s:.4g} s per step; {result.strategy} proves nothing of"
+            f" other plans ({proof.evaluated} plans priced in {result.seconds:.1f} s{ended})"
+        )
     return (
         f"predicted {result.best.step_s:.4g} s per step; no plan of the searched space is faster"
         f" by more than {result.gap:.2%} ({proof.points:,} points, {proof.evaluated} plans priced"

@@ -121,6 +121,9 @@ def _parts(problem: Problem, least: Outcome, found: Prediction) -> str:
     parts = sorted(rank.memory.peak.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:5] if size)
     room = problem.capacity_bytes(problem.devices(least.candidate.point)[rank.rank])
+    beyond = rank.reserve.device_bytes - rank.memory.peak_bytes
+    if beyond > 0:
+        text += f"; {format_bytes(beyond)} of it are not tensors (context, reserved memory)"
     return (
         f"at most {format_bytes(room)} per device; pipeline rank {rank.rank} needs"
         f" {format_bytes(room + least.over_bytes)}, at its peak for {text}"
@@ -130,6 +133,10 @@ def _parts(problem: Problem, least: Outcome, found: Prediction) -> str:
 def _fixes(problem: Problem, least: Outcome) -> str:
     """Relaxations, cheapest first."""
     found = _freed(problem)
+    found += [
+        f"use {cluster} only: {format_seconds(best.step_s)} per step (predicted)"
+        for cluster, best in alone(problem)
+    ]
     more = None if found else fewest_devices(problem)
     if problem.asked.texts() and not found:
         found.append("fixing less is not enough: with nothing fixed nothing fits, either")
@@ -175,6 +182,17 @@ def without(problem: Problem) -> list[tuple[str, Outcome]]:
     found = [(text, best) for text, best in each if best is not None]
     found.sort(key=lambda item: item[1].step_s)
     return found or [(problem.asked.text(), free)]
+
+
+def alone(problem: Problem) -> list[tuple[ClusterSpec, Outcome]]:
+    """A good plan on each kind of node of an unequal cluster, the others left idle."""
+    found = []
+    for group in problem.cluster.groups if not problem.cluster.is_uniform else ():
+        cluster = replace(problem.cluster, groups=(group,), tiers=())
+        best = _good(problem, problem.asked, cluster)
+        if best is not None:
+            found.append((cluster, best))
+    return found
 
 
 def _good(problem: Problem, asked: Asked, cluster: ClusterSpec | None = None) -> Outcome | None:

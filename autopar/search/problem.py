@@ -43,6 +43,8 @@ from autopar.search.states import Parameters
 from autopar.search.tables import UnitTable, unit_table
 from autopar.search.units import Units
 
+_SIZED = frozenset(("microbatches", "micro_batch"))
+"""What says how large a microbatch is: then no other limit holds."""
 REMEMBERED = 16
 """Predictions of single plans that are kept."""
 Question = tuple[Any, ...]
@@ -252,7 +254,7 @@ class Problem:
             layers=sum(number >= 0 for number in self.units.block),
             roles=roles,
             tensor_limit=self._tensor_limit(names),
-            samples=self._samples(),
+            samples=batch if _SIZED.intersection(allowed) else self._samples(),
             microbatched=self._microbatched(batch),
             allowed=allowed,
         )
