@@ -14,7 +14,7 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from autopar.search.result import Certificate, Interruptible, SearchResult
 from autopar.search.seconds import durations
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck, most_even
-from autopar.search.starts import answer, first_bounds, starts
+from autopar.search.starts import answer, first_bounds, is_expert, is_expert_group, starts
 
 ROUNDS = 4
 """Times that a cut is looked for again with what evaluation says of memory."""
@@ -187,6 +187,27 @@ class _State:
             self.take(found.best)
         self.settle(max(bound, found.bound_s))
 
+    def price_experts(self, first: Mapping[Point, float]) -> None:
+        """Price what experts would try as far as it may be faster, for all that a gap leaves open.
+
+        Args:
+            first: A bound for every group of points.
+        """
+        for least, group in sorted((least, group) for group, least in first.items()):
+            for point in self.problem.space.members(group) if is_expert_group(group) else ():
+                best = self.best
+                if best is None or least >= best.step_s or time.monotonic() > self.deadline_s:
+                    return
+                if not is_expert(point) or point in self.tried:
+                    continue
+                if self.bounds.cheap(point, limit=best.step_s) >= best.step_s:
+                    continue
+                if self.bounds.cut(point, best.step_s) < best.step_s:
+                    self.tried.add(point)
+                    outcome, _ = best_candidate(self.problem, self.bounds, point)
+                    if outcome is not None:
+                        self.take(outcome)
+
     def take(self, outcome: Outcome) -> None:
         """Note a plan that fits."""
         self.found.append(outcome)
@@ -271,6 +292,9 @@ def _search(
             break
     lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
     if state.best is not None and complete:
+        with Interruptible(lambda: True) as pricing:
+            state.price_experts(first)
+        complete = not pricing.interrupted
         state.best = _most_usual(state)
     if state.best is not None and op_level:
         with Interruptible(lambda: True) as refining:

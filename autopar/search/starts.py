@@ -29,6 +29,11 @@ def is_expert(point: Point) -> bool:
     return point.zero <= 1 and usual
 
 
+def is_expert_group(group: Point) -> bool:
+    """Whether a point that differs from a group's in ZeRO only may be one that experts try."""
+    return any(is_expert(replace(group, zero=zero)) for zero in (0, 1))
+
+
 def answer(bounds: Bounds, question: Question) -> object:
     """What a second process answers; see `Question`."""
     kind, point, *rest = question
