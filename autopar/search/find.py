@@ -16,9 +16,9 @@ from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
 from autopar.search.asked import Asked
 from autopar.search.finish import certificate_note, finish
-from autopar.search.infeasible import alone, explain_infeasible
+from autopar.search.infeasible import LIMIT_S, alone, explain_infeasible
 from autopar.search.problem import Problem
-from autopar.search.result import SearchResult
+from autopar.search.result import Interruptible, SearchResult
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
@@ -170,7 +170,7 @@ def find(
         (
             *notes,
             *format_notes(graph, cluster),
-            *_idle_notes(problem, result),
+            *_idle_notes(problem, result, _limit_s(request)),
             certificate_note(result),
         ),
     )
@@ -186,15 +186,27 @@ def find(
 _UNKNOWN_BYTES = 2**60
 
 
-def _idle_notes(problem: Problem, result: SearchResult) -> list[str]:
-    """On which nodes of an unequal cluster a step is faster if the others are left idle."""
+def _idle_notes(problem: Problem, result: SearchResult, limit_s: float) -> list[str]:
+    """On which nodes of an unequal cluster a step is faster if the others are left idle.
+
+    Args:
+        problem: The problem.
+        result: The search.
+        limit_s: Seconds that it might have taken; what is left of them may be spent here.
+    """
     assert result.best is not None
-    return [
-        f"{cluster} alone is faster: {format_seconds(best.step_s)} per step (predicted,"
-        f" {best.candidate.point.text()}); a search uses all devices that it is given"
-        for cluster, best in alone(problem)
-        if best.step_s < result.best.step_s
-    ]
+    left = (limit_s - result.seconds) / len(problem.cluster.groups)
+    found = list[str]()
+    if left <= 0 or not result.certificate.complete:
+        return found
+    with Interruptible(lambda: True):  # the plan is there
+        found += [
+            f"{cluster} alone is faster: {format_seconds(best.step_s)} per step (predicted,"
+            f" {best.candidate.point.text()}); a search uses all devices that it is given"
+            for cluster, best in alone(problem, min(left, LIMIT_S))
+            if best.step_s < result.best.step_s
+        ]
+    return found
 
 
 def format_notes(graph: Graph, cluster: ClusterSpec) -> tuple[str, ...]:

@@ -184,22 +184,29 @@ def without(problem: Problem) -> list[tuple[str, Outcome]]:
     return found or [(problem.asked.text(), free)]
 
 
-def alone(problem: Problem) -> list[tuple[ClusterSpec, Outcome]]:
-    """A good plan on each kind of node of an unequal cluster, the others left idle."""
+def alone(problem: Problem, limit_s: float = LIMIT_S) -> list[tuple[ClusterSpec, Outcome]]:
+    """A good plan on each kind of node of an unequal cluster, the others left idle.
+
+    Args:
+        problem: The problem.
+        limit_s: Seconds for each search.
+    """
     found = []
     for group in problem.cluster.groups if not problem.cluster.is_uniform else ():
         cluster = replace(problem.cluster, groups=(group,), tiers=())
-        best = _good(problem, problem.asked, cluster)
+        best = _good(problem, problem.asked, cluster, limit_s)
         if best is not None:
             found.append((cluster, best))
     return found
 
 
-def _good(problem: Problem, asked: Asked, cluster: ClusterSpec | None = None) -> Outcome | None:
+def _good(
+    problem: Problem, asked: Asked, cluster: ClusterSpec | None = None, limit_s: float = LIMIT_S
+) -> Outcome | None:
     """A good plan where only so much is asked for; None if there is none, or not at once."""
     try:
         other = problem.like(asked=asked, cluster=cluster, memory_bytes=problem.memory_bytes)
-        return exact.search(other, gap=GAP, time_limit_s=LIMIT_S).best
+        return exact.search(other, gap=GAP, time_limit_s=limit_s).best
     except PlanError:  # the space is empty
         return None
 
