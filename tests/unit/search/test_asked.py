@@ -148,7 +148,7 @@ def test_what_a_model_cannot_keep_names_what_it_can(
 
 
 def test_a_tensor_axis_wider_than_its_factor_is_not_taken():
-    sizes = {tensor for tensor, _ in problem_of({"heads": "tp"}).space.allowed["sharding"]}  # type: ignore[misc]
+    sizes = {point.tensor for point in problem_of({"heads": "tp"}).space.points()}
     assert sizes == {2, 4}
     model, wide = traced(*GPT), ClusterSpec.parse("1x8xA100")
     asked = Asked.of(Mesh.parse("tp=8"), {"heads": "tp"})
