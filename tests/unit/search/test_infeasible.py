@@ -108,3 +108,11 @@ def test_why_a_large_model_does_not_fit_is_told_at_once():
     text = str(explain_infeasible(problem, exact.search(problem)))
     assert time.process_time() - begun < QUICK_S
     assert "take 9 devices" in text and "per step (predicted)" in text
+
+
+def test_nodes_that_alone_are_faster_are_named_within_the_time_limit():
+    model, cluster = traced("gpt", 3, 2, 8), ClusterSpec.parse("1x2xA100+1x1xV100")
+    notes = find(model.graph, model.loss, cluster).plan.notes
+    assert any(note.startswith("2xA100 alone is faster: ") for note in notes)
+    notes = find(model.graph, model.loss, cluster, request=Request(time_limit_s=0)).plan.notes
+    assert not any("alone" in note for note in notes)
