@@ -6,6 +6,9 @@ message never leaves its reader guessing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AutoparError(Exception):
     """Base of all errors a user can cause.
@@ -48,6 +51,18 @@ def _rebuild(
     where: str | None,
 ) -> AutoparError:
     return kind(what, expected=expected, fix=fix, where=where)
+
+
+def meant(word: object, known: Iterable[str]) -> str | None:
+    """The question after the name that was probably meant, as a `fix`; None if none is like it.
+
+    Args:
+        word: What was given.
+        known: The names that there are.
+    """
+    names = {str(name).lower(): name for name in known}
+    close = get_close_matches(str(word).lower(), names, 1)
+    return f"did you mean {names[close[0]]!r}?" if close else None
 
 
 class TraceError(AutoparError):

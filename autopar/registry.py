@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, meant
 
 T = TypeVar("T")
 
@@ -69,9 +68,8 @@ class Registry(Generic[T]):
         return len(self._entries)
 
     def _unknown(self, name: str) -> AutoparError:
-        close = difflib.get_close_matches(name, self._entries, n=1)
         return self._error(
             f"unknown {self.kind} {name!r}",
             expected="one of " + ", ".join(self) if self._entries else f"a known {self.kind}",
-            fix=f"did you mean {close[0]!r}?" if close else None,
+            fix=meant(name, self._entries),
         )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autopar import presets
-from autopar.errors import InputError
+from autopar.errors import InputError, meant
 from autopar.plan.plan import Plan
 from autopar.plan.sizes import sizes_of
 from autopar.runtime import hf
@@ -67,6 +67,7 @@ def load_object(target: str) -> Any:
             raise InputError(
                 f"{home} has no {name!r}",
                 expected="one of " + ", ".join(sorted(public)[:12]) if public else None,
+                fix=meant(name, public),
                 where=getattr(module, "__file__", None),
             ) from None
     return value

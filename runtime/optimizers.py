@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from autopar.errors import InputError
+from autopar.errors import InputError, meant
 
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -55,11 +54,10 @@ def optimizer_factory(
     if isinstance(optimizer, str):
         known = _named()
         if optimizer.lower() not in known:
-            close = get_close_matches(optimizer.lower(), known, 1)
             raise InputError(
                 f"unknown optimizer {optimizer!r}",
                 expected="one of " + ", ".join(sorted(known)),
-                fix=f"did you mean {close[0]!r}?" if close else None,
+                fix=meant(optimizer, known),
             )
         optimizer = known[optimizer.lower()]
     if not callable(optimizer):

@@ -8,13 +8,14 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, meant
 
 COMMANDS = {
     "quickstart": "plan, verify and train a small GPT on real text on local CPU ranks",
@@ -35,6 +36,7 @@ COMMANDS = {
     "profile": "measure this machine, or mend a cluster with a measured step; write a cluster file",
     "validate": "price published training runs, and print the errors",
 }
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _EXITS = "exit codes: 0 yes, 1 no (not equal, infeasible), 2 bad input, 3 an error in autopar"
 
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     command = importlib.import_module(f"autopar.cli.{words[0]}")
-    own = argparse.ArgumentParser(
+    own = _Parser(
         prog=f"autopar {words[0]}",
         description=command.__doc__,
         epilog=_EXITS,
@@ -112,6 +114,21 @@ def _run(function: object, options: argparse.Namespace) -> int:
         return 3
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what was probably meant by options and choices that there are not."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong, and end with exit code 2."""
+        choice = _CHOICE.search(message)
+        if choice is not None:
+            word, known = choice[1], re.findall(r"[\w-]+", choice[2])
+        else:
+            word = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+            known = re.findall(r"--[\w-]+", self.format_help())
+        fix = meant(word, known)
+        super().error(message if fix is None else f"{message}\n  fix:      {fix}")
+
+
 def describe_error(error: AutoparError) -> dict[str, str | None]:
     """The parts of an error, as ``--json`` prints them."""
     return {
@@ -126,7 +143,7 @@ def describe_error(error: AutoparError) -> dict[str, str | None]:
 def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autopar",
         usage="autopar [-h] [--version] COMMAND ...",
         description="A compiler whose output is a training run.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import stat
-from difflib import get_close_matches
 from pathlib import Path
 
+from autopar.errors import meant
 from autopar.plan.shapes import shown
 
 
@@ -34,8 +34,7 @@ def nearby(path: str | Path, otherwise: str) -> str:
         names = [item.name for item in path.parent.iterdir() if item.name != path.name]
     except (OSError, ValueError):
         return f"check the path: there is no folder {shown(str(path.parent))} that can be read"
-    close = get_close_matches(path.name, names, 1)
-    return f"did you mean {shown(close[0])}?" if close else otherwise
+    return meant(path.name, names) or otherwise
 
 
 def mending(text: str, line: int | None, otherwise: str) -> str:

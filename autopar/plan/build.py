@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.graph.ir import Graph, Node, TensorSpec
 from autopar.plan.assign import store_split
 from autopar.plan.fingerprint import fingerprint, is_of, structure
@@ -372,11 +371,10 @@ def _check_order(plan: Plan, factors: Factors) -> None:
     for axis, names in plan.order:
         for name in names:
             if name.partition(".")[0] not in known:
-                close = get_close_matches(name, sorted(known), 1)
                 raise PlanError(
                     f"the model has no factor {name!r}",
                     expected="one of " + ", ".join(factors.names()),
-                    fix=f"did you mean {close[0]!r}?" if close else None,
+                    fix=meant(name, sorted(known)),
                     where=f"plan: order[{axis!r}]",
                 )
 

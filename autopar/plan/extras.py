@@ -8,10 +8,9 @@ In a map these are reserved keys beside factor names; in text they follow the st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.plan.parts import (
     PipelinePlan,
     ZeroPlan,
@@ -57,14 +56,13 @@ def split_text(text: str) -> dict[str, Any]:
             found["strategy"] = key
             continue
         if not equals or key not in RESERVED or key in found:
-            close = get_close_matches(key, RESERVED, 1)
             raise PlanError(
                 f"constraint {part.strip()!r} is given twice"
                 if key in found
                 else f"cannot read {part.strip()!r} in constraints {text!r}",
                 expected='a strategy and key=value pairs, such as "megatron,zero=1"; keys are '
                 + ", ".join(RESERVED),
-                fix=f"did you mean {close[0]!r}?" if close and key not in RESERVED else None,
+                fix=None if key in RESERVED else meant(key, RESERVED),
                 where="constraints",
             )
         found[key] = _read(key, value)
@@ -124,11 +122,10 @@ def pipeline_axis(extras: Mapping[str, Any], mesh: Mesh) -> str:
     """
     axis = extras.get("pipeline_axis", "pp")
     if not isinstance(axis, str) or ("pipeline_axis" in extras and axis not in mesh.names):
-        close = get_close_matches(str(axis), mesh.names, 1)
         raise PlanError(
             f"the pipeline is put on mesh axis {axis!r}, which mesh {mesh} lacks",
             expected="one of " + ", ".join(mesh.names),
-            fix=f"did you mean {close[0]!r}?" if close else None,
+            fix=meant(axis, mesh.names),
             where="constraints['pipeline_axis']",
         )
     return axis
@@ -204,11 +201,10 @@ def read_recompute(extras: Mapping[str, Any]) -> tuple[str, ...]:
     value = extras.get("recompute", ())
     if isinstance(value, str):
         if value not in POLICIES:
-            close = get_close_matches(value, POLICIES, 1)
             raise PlanError(
                 f"unknown recompute policy {value!r}",
                 expected=RESERVED["recompute"],
-                fix=f"did you mean {close[0]!r}?" if close else "write patterns as a list",
+                fix=meant(value, POLICIES) or "write patterns as a list",
                 where="constraints['recompute']",
             )
         return (value,)

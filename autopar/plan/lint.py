@@ -10,10 +10,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.graph.ir import ITEM_BYTES
 from autopar.plan.forecast_lint import check_forecast
 from autopar.plan.parts import MOST_ACTIONS, PipelinePlan, pipeline_problems, zero_problems
@@ -90,12 +89,6 @@ def _at(*keys: object) -> Trail:
     for key in keys:
         trail = (trail, key)
     return trail
-
-
-def meant(word: str, known: Iterable[str]) -> str | None:
-    """A question after the word that was probably meant."""
-    close = get_close_matches(word, list(known), 1)
-    return f"did you mean {close[0]!r}?" if close else None
 
 
 def _problems(

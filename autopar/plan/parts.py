@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import MICROBATCH
 from autopar.units import counted
@@ -95,7 +94,7 @@ def pipeline_problems(
     names = [name for name, _ in axes]
     if pipeline.axis != "pp" and pipeline.axis not in names:
         what = f"the pipeline runs over axis {pipeline.axis!r}, which the mesh lacks"
-        yield "axis", what, "one of " + ", ".join(names), _meant(pipeline.axis, names)
+        yield "axis", what, "one of " + ", ".join(names), meant(pipeline.axis, names)
     count, stages = pipeline.microbatches, pipeline.stages(axes)
     if count < 1:
         yield "microbatches", f"{count} microbatches", "a whole number from 1", None
@@ -124,16 +123,11 @@ def default_chunks(schedule: str) -> int:
     return 2 if kind.chunks is None else kind.chunks
 
 
-def _meant(word: str, known: Iterable[str]) -> str | None:
-    close = get_close_matches(word, list(known), 1)
-    return f"did you mean {close[0]!r}?" if close else None
-
-
 def _schedule_problems(pipeline: PipelinePlan) -> Iterator[Problem]:
     name, kind = pipeline.schedule, SCHEDULES.get(pipeline.schedule)
     if kind is None:
         what = f"unknown schedule {name!r}"
-        yield "schedule", what, "one of " + ", ".join(SCHEDULES), _meant(name, SCHEDULES)
+        yield "schedule", what, "one of " + ", ".join(SCHEDULES), meant(name, SCHEDULES)
         return
     if pipeline.chunks < 2 if kind.chunks is None else pipeline.chunks != kind.chunks:
         what = (
@@ -209,7 +203,7 @@ def zero_problems(
         known = "data axes, each once: " + (", ".join(data_axes) or "the mesh has none")
         if axis not in data_axes:
             what = f"ZeRO divides over axis {axis!r}, along which not only data is split"
-            yield "axes", what, known, _meant(axis, data_axes)
+            yield "axes", what, known, meant(axis, data_axes)
         elif zero.axes.count(axis) > 1:
             yield "axes", f"ZeRO divides over axis {axis!r} twice", known, None
         elif axis in storage:

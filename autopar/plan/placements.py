@@ -12,10 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 
 WHOLE, SPLIT = "whole", "split"
 EXPECTED = (
@@ -121,24 +120,22 @@ def wanted_of(
     for item in wanted:
         mine = [name for name in parameters if item.means(name)]
         if not mine:
-            close = get_close_matches(item.pattern, parameters, 1)
             raise PlanError(
                 f"the model has no parameter {item.pattern!r}",
                 expected="the name of a parameter or a module, or a pattern over names, such as "
                 + repr(parameters[len(parameters) // 2])
                 if parameters
                 else None,
-                fix=f"did you mean {close[0]!r}?" if close else None,
+                fix=meant(item.pattern, parameters),
                 where=item.where,
             )
         for word in item.words:
             factor = word.partition("@")[0].partition(".")[0]
             if factor not in (WHOLE, SPLIT, *factors) and not re.fullmatch(r"dim\d+", factor):
-                close = get_close_matches(factor, (WHOLE, SPLIT, *factors), 1)
                 raise PlanError(
                     f"the model has no factor {factor!r}",
                     expected=f"{WHOLE}, {SPLIT} or one of " + ", ".join(factors),
-                    fix=f"did you mean {close[0]!r}?" if close else None,
+                    fix=meant(factor, (WHOLE, SPLIT, *factors)),
                     where=item.where,
                 )
         for name in mine:

@@ -17,8 +17,9 @@ import typing
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
+
+from autopar.errors import meant
 
 LARGEST = 2**63 - 1
 """The largest whole number, and the largest real one, that a file may hold."""
@@ -230,13 +231,12 @@ def read_fields(
     missing = [name for name in readers if name not in data]
     for name in data:
         if name not in readers:
-            close = get_close_matches(name, missing or list(readers), 1, 0.6)
             faults.append(
                 Fault(
                     path=path_of((trail, name)),
                     what="is not known here",
                     expected="one of the fields " + ", ".join(readers),
-                    fix=f"did you mean {close[0]!r}?" if close else "leave it out",
+                    fix=meant(name, missing or readers) or "leave it out",
                 )
             )
     for name in missing:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.plan.extras import (
     RESERVED,
     pipeline_axis,
@@ -196,11 +195,10 @@ def _splits(
     if splits or not extras:
         return _factor_map(splits, mesh, rest)
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        close = get_close_matches(str(strategy), STRATEGIES, 1)
         raise PlanError(
             f"unknown strategy {strategy!r}",
             expected="one of " + ", ".join(STRATEGIES) + ", or a map from factor to axis",
-            fix=f"did you mean {close[0]!r}?" if close else None,
+            fix=meant(strategy, STRATEGIES),
         )
     return _named(strategy, rest)
 
@@ -212,13 +210,10 @@ def read_role(value: object) -> str:
         PlanError: If it is none of `ROLES`.
     """
     if not isinstance(value, str) or value not in ROLES:
-        close = get_close_matches(str(value), ROLES, 1)
         raise PlanError(
             f"a tensor axis cannot split {value!r}",
             expected="; ".join(f"{name} ({', '.join(order)})" for name, order in ROLES.items()),
-            fix=f"did you mean {close[0]!r}?"
-            if close
-            else 'put factors on axes instead: {"heads": "tp", "ffn": "tp"}',
+            fix=meant(value, ROLES) or 'put factors on axes instead: {"heads": "tp", "ffn": "tp"}',
             where="constraints['tensor']",
         )
     return value
@@ -251,12 +246,11 @@ def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraint
             )
         for axis in axes if isinstance(axes, list | tuple) else (axes,):
             if not isinstance(axis, str) or axis not in order:
-                close = get_close_matches(str(axis), rest.names, 1)
                 what = "holds the pipeline" if axis in mesh.names else f"mesh {mesh} lacks"
                 raise PlanError(
                     f"factor {factor!r} is put on mesh axis {axis!r}, which {what}",
                     expected="one of " + ", ".join(rest.names),
-                    fix=f"did you mean {close[0]!r}?" if close else None,
+                    fix=meant(axis, rest.names),
                     where=f"constraints[{factor!r}]",
                 )
             order[axis].append(factor)
@@ -282,11 +276,10 @@ def check_factor_names(constraints: Constraints, known: tuple[str, ...]) -> None
     for axis, factors in constraints.order:
         for factor in factors:
             if factor.partition(".")[0] not in known:
-                close = get_close_matches(factor, known, 1)
                 raise PlanError(
                     f"the model has no factor {factor!r}",
                     expected="one of " + ", ".join(known),
-                    fix=f"did you mean {close[0]!r}?" if close else None,
+                    fix=meant(factor, known),
                     where=f"constraints[{factor!r}] -> {axis!r}",
                 )
 

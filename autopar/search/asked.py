@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.plan.extras import (
     POLICIES,
     RESERVED,
@@ -240,11 +239,10 @@ def _splits(constraints: Mapping[Any, Any]) -> Iterator[str]:
             or not given
             or not all(isinstance(axis, str) for axis in given)
         ):
-            close = get_close_matches(str(factor), FIXABLE, 1)
             raise PlanError(
                 f"a search cannot keep constraint {factor!r}",
                 expected="a mesh, factors on axes dp and tp, or some of " + ", ".join(FIXABLE),
-                fix=f"did you mean {close[0]!r}?" if close else None,
+                fix=meant(factor, FIXABLE),
                 where=f"constraints[{factor!r}]",
             )
         for axis in given:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import accumulate
 
 from autopar.cost_models.evaluate import Evaluator
 from autopar.cost_models.layout import Layout, Placement
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.graph.ir import Graph
 from autopar.plan.assign import kept_whole
 from autopar.plan.build import constraints_of, words_of
@@ -115,11 +114,10 @@ def edges_of_layers(units: Units, first: int | None, last: int | None, stages: i
 
 def _unknown(graph: Graph, units: Units, text: str, where: str) -> PlanError:
     paths = {node.module for node in graph.nodes if node.module}
-    close = get_close_matches(text, sorted(paths), 1)
     return PlanError(
         f"stages cannot begin at {text!r}, which the model lacks",
         expected="module paths or op keys, such as " + repr(border_name(units, units.count // 2)),
-        fix=f"did you mean {close[0]!r}?" if close else None,
+        fix=meant(text, sorted(paths)),
         where=where,
     )
 

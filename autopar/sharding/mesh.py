@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from autopar.errors import ClusterError, PlanError
+from autopar.errors import ClusterError, PlanError, meant
 from autopar.units import counted
 
 MICROBATCH = "microbatch"
@@ -160,4 +160,5 @@ class Mesh:
             raise PlanError(
                 f"unknown mesh axis {name!r}",
                 expected="one of " + (", ".join(self.names) or "no axes (the mesh is empty)"),
+                fix=meant(name, self.names),
             ) from None

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import autopar
 from autopar import units
 from autopar.cost_models.cluster import ClusterSpec
-from autopar.errors import AutoparError, ClusterError, PlanError
+from autopar.errors import AutoparError, ClusterError, PlanError, meant
 from autopar.registry import Registry
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import Mesh
 
 MESHES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(
@@ -136,6 +137,16 @@ def test_registry_rejects_duplicates_and_explains_unknown_names():
     with pytest.raises(PlanError, match="unknown strategy 'megatorn'") as caught:
         registry["megatorn"]
     assert caught.value.fix == "did you mean 'megatron'?"
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.data())
+def test_a_name_with_a_slip_is_recognised(name: str, data: st.DataObject):
+    place = data.draw(st.integers(0, len(name) - 1))
+    slip = data.draw(st.sampled_from((name[:place] + name[place + 1 :], name + "s")))
+    question = meant(slip, SCHEDULES)
+    assert question is not None and question.startswith("did you mean ")
+    assert meant(name.upper(), SCHEDULES) == f"did you mean {name!r}?"
+    assert meant("", SCHEDULES) is None is meant("%%%", SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def test_bad_words_exit_with_two(words, capsys):
     assert "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["planx"], "plan"),
+        (["plan", "m.py:build", "--stratgy=ddp"], "--strategy"),
+        (["plan", "m.py:build", "--effort", "hgih"], "high"),
+    ],
+)
+def test_slips_are_asked_about(words, name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert f"did you mean {name!r}?" in capsys.readouterr().err
+
+
 def test_no_words_print_help(capsys):
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().out
