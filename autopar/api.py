@@ -326,7 +326,7 @@ def plan_and_predict(
     if axes is None:
         axes = default_mesh(strategy_name(constraints), spec.num_devices if spec else 1)
     elif spec is not None:
-        axes.check_world_size(spec.num_devices)
+        axes.check_devices(spec.num_devices)
     made, sharded = make_plan(traced.graph, axes, constraints, strict=strict, notes=traced.notes)
     refuse_unkeyed_random(traced.graph, sharded.factors, axes.size)
     if spec is None or traced.loss is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import InputError
 from autopar.plan.extras import POLICIES, RESERVED, split_text
 from autopar.plan.shapes import shown
-from autopar.plan.strategies import ROLES, default_mesh, strategy_name
+from autopar.plan.strategies import ROLES, STRATEGIES, default_mesh, strategy_name
 from autopar.search.asked import kept_by_search
 from autopar.sharding.mesh import Mesh
 
@@ -118,7 +119,7 @@ def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any
     cluster = read_cluster(options.cluster or DEFAULT_CLUSTER)
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     if mesh is not None and options.cluster:
-        mesh.check_world_size(cluster.num_devices)
+        mesh.check_devices(cluster.num_devices)
     given: dict[str, Any] = {}
     if options.constraints:
         found = _resolved(options, mesh, cluster, search=asked)
@@ -176,7 +177,7 @@ def read_choices(options: argparse.Namespace) -> tuple[Mesh, str | dict[str, Any
     cluster = read_cluster(options.cluster) if options.cluster else None
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     if mesh is not None and cluster is not None:
-        mesh.check_world_size(cluster.num_devices)
+        mesh.check_devices(cluster.num_devices)
     if options.constraints:
         constraints, mesh = _read_constraints(options, mesh, cluster)
     constraints = _with_extras(constraints, options)
@@ -206,10 +207,15 @@ def _with_extras(
                 f"--{name} is given, and the constraints say {name} too", expected="one of them"
             )
     if "recompute" in given and given["recompute"] not in POLICIES:
-        given["recompute"] = given["recompute"].split(",")
+        given["recompute"] = _list(given["recompute"])
     if "cuts" in given:
-        given["cuts"] = given["cuts"].split(",")
+        given["cuts"] = _list(given["cuts"])
     return {**(constraints or {}), **given}
+
+
+def _list(text: str) -> list[str]:
+    """Parts that commas join, or ``+`` as in constraints that are text."""
+    return [part.strip() for part in re.split(r"[,+]", text)]
 
 
 def read_cluster(text: str) -> ClusterSpec:
@@ -330,6 +336,7 @@ def _resolved(
 
 
 def _is_text(text: str) -> bool:
-    """Whether constraints begin with a pair such as ``zero=1``, and so are no file."""
-    key, equals, _ = text.partition("=")
-    return bool(equals) and key.strip() in RESERVED
+    """Whether constraints are a strategy, or pairs such as ``zero=1``, and so no file."""
+    if text.partition("=")[0].strip() in (*RESERVED, *STRATEGIES):
+        return True
+    return bool(re.match(r"\s*\w+\s*[=,]", text)) and not Path(text).exists()

@@ -8,6 +8,7 @@ In a map these are reserved keys beside factor names; in text they follow the st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from autopar.errors import PlanError, meant
@@ -41,6 +42,7 @@ RESERVED: Mapping[str, str] = {
 """Keys of constraints that are no factors, and what they hold."""
 
 _NUMBERS = ("microbatches", "chunks", "update_every", "zero")
+_LISTS = ("cuts", "recompute", "placements")
 
 
 def split_text(text: str) -> dict[str, Any]:
@@ -55,6 +57,10 @@ def split_text(text: str) -> dict[str, Any]:
         if not equals and position == 0:
             found["strategy"] = key
             continue
+        if key == "mesh":
+            rest = text.split(",")[position + 1 :]
+            axes = takewhile(lambda pair: pair.partition("=")[0].strip() not in RESERVED, rest)
+            raise mesh_inside(",".join((value, *map(str.strip, axes))))
         if not equals or key not in RESERVED or key in found:
             raise PlanError(
                 f"constraint {part.strip()!r} is given twice"
@@ -62,11 +68,38 @@ def split_text(text: str) -> dict[str, Any]:
                 else f"cannot read {part.strip()!r} in constraints {text!r}",
                 expected='a strategy and key=value pairs, such as "megatron,zero=1"; keys are '
                 + ", ".join(RESERVED),
-                fix=None if key in RESERVED else meant(key, RESERVED),
+                fix=_mending(text, key, part.strip(), found),
                 where="constraints",
             )
         found[key] = _read(key, value)
     return found
+
+
+def _mending(text: str, key: str, part: str, found: Mapping[str, Any]) -> str | None:
+    """What to do about a part that cannot be read."""
+    if key in found:
+        return None
+    last = next(reversed(found), None)
+    if "=" not in part and last in _LISTS:
+        whole = f"{last}=" + text.partition(f"{last}=")[2].partition(f",{part}")[0]
+        return f"join the parts of a list with +: {whole}+{part}"
+    return meant(key, RESERVED)
+
+
+def mesh_inside(value: object) -> PlanError:
+    """That constraints hold a mesh, which is given beside them.
+
+    Args:
+        value: The mesh.
+    """
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    text = ",".join(f"{name}={size}" for name, size in pairs) or str(value)
+    return PlanError(
+        "constraints hold a mesh",
+        expected="the mesh beside them",
+        fix=f"say --mesh {text} (in Python mesh={text!r})",
+        where="constraints['mesh']",
+    )
 
 
 def _read(key: str, value: str) -> object:

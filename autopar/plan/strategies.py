@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import PlanError, meant
 from autopar.plan.extras import (
     RESERVED,
+    mesh_inside,
     pipeline_axis,
     read_pipeline,
     read_recompute,
@@ -191,7 +192,7 @@ def _splits(
             where=f"constraints[{next(iter(splits))!r}]",
         )
     if "tensor" in extras:
-        return _role(extras, splits, rest)
+        return _role(extras, splits, mesh, rest)
     if splits or not extras:
         return _factor_map(splits, mesh, rest)
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
@@ -219,7 +220,29 @@ def read_role(value: object) -> str:
     return value
 
 
-def _role(extras: Mapping[str, Any], splits: Mapping[Any, Any], rest: Mesh) -> Constraints:
+def no_tensor_axis(role: str, mesh: Mesh) -> PlanError:
+    """That constraints say what tensor ranks split, where a mesh has none.
+
+    Args:
+        role: What they are to split.
+        mesh: The mesh.
+    """
+    wide = {name: size for name, size in mesh.axes if size > 1} or {"dp": 2}
+    most = max(wide, key=lambda name: (name != "pp", wide[name]))
+    few = prime_factors(wide[most])[0]
+    wide[most] //= few
+    like = _mesh(**wide, tp=few)
+    return PlanError(
+        f"tensor={role} says what tensor ranks split, and mesh {mesh} has no tensor axis (tp=1)",
+        expected=f"a mesh with an axis tp of at least 2 ranks, such as {like}",
+        fix="or leave out what they split",
+        where="mesh",
+    )
+
+
+def _role(
+    extras: Mapping[str, Any], splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh
+) -> Constraints:
     """Constraints of axes that split data, and of tensor axes that split what is named."""
     role = read_role(extras["tensor"])
     other = next(iter(splits), "strategy" if "strategy" in extras else None)
@@ -230,6 +253,8 @@ def _role(extras: Mapping[str, Any], splits: Mapping[Any, Any], rest: Mesh) -> C
             where="constraints['tensor']",
         )
     named = _named("megatron", rest)
+    if not any(own == MODEL and rest.axis_size(name) > 1 for name, own in named.order):
+        raise no_tensor_axis(role, mesh)
     order = tuple((name, ROLES[role] if own == MODEL else own) for name, own in named.order)
     return Constraints(strategy=role if role in STRATEGIES else "custom", order=order)
 
@@ -238,6 +263,8 @@ def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraint
     """Constraints of a map from factor to axes of `rest`, all of `mesh` but the pipeline's."""
     order: dict[str, list[str]] = {name: [] for name in rest.names}
     for factor, axes in splits.items():
+        if factor == "mesh":
+            raise mesh_inside(axes)
         if not isinstance(factor, str):
             raise PlanError(
                 f"constraints name a factor {factor!r}",
@@ -245,12 +272,20 @@ def _factor_map(splits: Mapping[Any, Any], mesh: Mesh, rest: Mesh) -> Constraint
                 where=f"constraints[{factor!r}]",
             )
         for axis in axes if isinstance(axes, list | tuple) else (axes,):
+            slip = meant(factor, RESERVED)
+            if slip is not None and not isinstance(axis, str):
+                raise PlanError(
+                    f"cannot read constraint {factor!r}: {axis!r}",
+                    expected="a mesh axis for a factor, or one of the keys " + ", ".join(RESERVED),
+                    fix=slip,
+                    where=f"constraints[{factor!r}]",
+                )
             if not isinstance(axis, str) or axis not in order:
                 what = "holds the pipeline" if axis in mesh.names else f"mesh {mesh} lacks"
                 raise PlanError(
                     f"factor {factor!r} is put on mesh axis {axis!r}, which {what}",
                     expected="one of " + ", ".join(rest.names),
-                    fix=meant(axis, rest.names),
+                    fix=meant(axis, rest.names) or slip,
                     where=f"constraints[{factor!r}]",
                 )
             order[axis].append(factor)

@@ -10,13 +10,16 @@ from autopar.errors import PlanError, meant
 from autopar.plan.extras import (
     POLICIES,
     RESERVED,
+    mesh_inside,
     read_number,
     read_recompute,
     read_texts,
     split_text,
 )
 from autopar.plan.placements import Wanted, read_placements
-from autopar.plan.strategies import ROLES, read_role
+from autopar.plan.strategies import ROLES, no_tensor_axis, read_role
+from autopar.schedules.make import SCHEDULES
+from autopar.search.space import SYNCHRONOUS
 from autopar.sharding.mesh import Mesh
 
 OPTIONS = ("full", "selective", "none")
@@ -80,7 +83,7 @@ class Asked:
             if name in constraints:
                 allowed[name] = (read_number(constraints, name, 1, 1),)
         if "schedule" in constraints:
-            allowed["schedule"] = (constraints["schedule"],)
+            allowed["schedule"] = (_schedule(constraints["schedule"]),)
         if "zero" in constraints:
             allowed["zero"] = (_zero(constraints["zero"]),)
         cuts = read_texts(constraints, "cuts")
@@ -99,7 +102,7 @@ class Asked:
         options = OPTIONS if not again else again if again in _SINGLE else ("as asked",)
         splits = tuple(_splits(constraints))
         if "tensor" in constraints:
-            allowed["role"] = (_role(constraints["tensor"], splits),)
+            allowed["role"] = (_role(constraints["tensor"], splits, mesh),)
         elif splits:
             allowed["role"] = _roles(splits)
         return cls(
@@ -216,8 +219,32 @@ def _layers(value: object) -> tuple[int | None, int | None, int] | None:
     )
 
 
-def _role(value: object, splits: tuple[str, ...]) -> str:
+def _schedule(value: object) -> str:
+    if not isinstance(value, str) or value not in SCHEDULES:
+        raise PlanError(
+            f"unknown schedule {value!r}",
+            expected=RESERVED["schedule"],
+            fix=meant(value, SYNCHRONOUS) or meant(value, SCHEDULES),
+            where="constraints['schedule']",
+        )
+    if value not in SYNCHRONOUS:
+        raise PlanError(
+            f"no search covers schedule {value}, "
+            + ("which trains with weights that are some updates old"
+               if SCHEDULES[value].asynchronous
+               else "which takes as long as 1f1b and more memory"),
+            expected="one of " + ", ".join(SYNCHRONOUS),
+            fix="state a plan that has it: a strategy and a mesh with stages, such as --strategy "
+            f"ddp --mesh pp=2,dp=2 --schedule {value} --microbatches 4",
+            where="constraints['schedule']",
+        )  # fmt: skip
+    return value
+
+
+def _role(value: object, splits: tuple[str, ...], mesh: Mesh | None) -> str:
     role = read_role(value)
+    if mesh is not None and dict(mesh.axes).get("tp", 1) == 1:
+        raise no_tensor_axis(role, mesh)
     if splits:
         raise PlanError(
             f"constraints say tensor={role}, and {splits[0]!r} says what axes split, too",
@@ -232,6 +259,8 @@ def _splits(constraints: Mapping[Any, Any]) -> Iterator[str]:
     for factor, axes in constraints.items():
         if factor in (*FIXABLE, MICRO_BATCH, STAGE_LAYERS):
             continue
+        if factor == "mesh":
+            raise mesh_inside(axes)
         given = axes if isinstance(axes, list | tuple) else (axes,)
         if (
             factor in RESERVED

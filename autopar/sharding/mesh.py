@@ -153,6 +153,21 @@ class Mesh:
                 f"`autopar run -n {self.size}`, or plan for {world_size} ranks",
             )
 
+    def check_devices(self, num_devices: int) -> None:
+        """Refuse a cluster with another number of devices.
+
+        Raises:
+            PlanError: If `num_devices` differs from the mesh's size.
+        """
+        if num_devices != self.size:
+            raise PlanError(
+                f"mesh {self} needs {counted(self.size, 'device')}, and the cluster has"
+                f" {num_devices}",
+                expected=f"a mesh whose sizes multiply to {num_devices}",
+                fix=f"or name a cluster of {counted(self.size, 'device')}",
+                where="mesh",
+            )
+
     def _position(self, name: str) -> int:
         try:
             return self.names.index(name)

@@ -76,6 +76,9 @@ def test_mesh_refuses_another_world():
         Mesh.parse("dp=2,tp=2").check_world_size(3)
     assert caught.value.fix is not None and "torchrun --nproc-per-node 4" in caught.value.fix
     Mesh.parse("dp=2,tp=2").check_world_size(4)
+    with pytest.raises(PlanError, match="needs 4 devices, and the cluster has 8"):
+        Mesh.parse("dp=2,tp=2").check_devices(8)
+    Mesh.parse("dp=2,tp=2").check_devices(4)
     with pytest.raises(PlanError, match="unknown mesh axis 'pp'"):
         Mesh.parse("dp=2").axis_size("pp")
     with pytest.raises(ClusterError, match="rank 2 is not in mesh"):

@@ -76,7 +76,7 @@ def test_no_words_print_help(capsys):
         (["verify", "a.json", "b.json", "m.py:build"], "3 targets"),
         (["verify", "a.json", "m.py:build", "--mesh", "dp=2"], "--mesh beside a plan"),
         (["verify", "m.py:build", "--steps", "0"], "--steps 0"),
-        (["plan", "m.py:build", "--mesh", "dp=3", "--cluster", "4xcpu"], "mesh dp=3 has 3 ranks"),
+        (["plan", "m.py:build", "--mesh", "dp=3", "--cluster", "4xcpu"], "dp=3 needs 3 devices"),
         (["quickstart", "--steps", "0"], "--steps 0"),
         (["run", "-n", "0", "x.py"], "-n 0"),
         (["run", "-n", "2", "missing.py"], "no file 'missing.py'"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli.options import STEERING, add_choices, read_choices, read_search
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.plan.strategies import parse_constraints
 
 
@@ -54,11 +54,17 @@ def test_without_options_constraints_are_untouched():
 
 def test_constraints_may_be_text():
     text = "placements=lm_head.weight:whole+tokens:vocab@0,zero=1"
-    kept = read_choices(parsed("--constraints", text, "--cuts", "layers.2,layers.4"))[1]
-    assert kept == {
-        "placements": {"lm_head.weight": "whole", "tokens": "vocab@0"}, "zero": 1,
-        "cuts": ["layers.2", "layers.4"],
-    }  # fmt: skip
+    for cuts, again in (("layers.2,layers.4", "a*,!b*"), ("layers.2+layers.4", "a*+!b*")):
+        words = ("--constraints", text, "--cuts", cuts, "--recompute", again)
+        assert read_choices(parsed(*words))[1] == {
+            "placements": {"lm_head.weight": "whole", "tokens": "vocab@0"}, "zero": 1,
+            "cuts": ["layers.2", "layers.4"], "recompute": ["a*", "!b*"],
+        }  # fmt: skip
+    mesh, kept = read_choices(parsed("--constraints", "megatron,zero=0"))
+    assert str(mesh) == "tp=4" and kept == {"strategy": "megatron", "zero": 0}
+    for slip, name in (("zeroo=1", "zero"), ("placement=a:whole", "placements")):
+        with pytest.raises(PlanError, match=f"did you mean '{name}'"):
+            read_choices(parsed("--constraints", slip))
     with pytest.raises(InputError, match="--tensor is given"):
         read_choices(parsed("--constraints", "tensor=megatron", "--tensor", "sequence"))
 

@@ -21,6 +21,7 @@ from autopar.plan.strategies import (
 )
 from autopar.presets.config import DecoderConfig
 from autopar.presets.registry import build_decoder
+from autopar.search.asked import Asked
 from autopar.sharding.mesh import Mesh
 from tests.models.cases import language, structure, vision
 from tests.models.check import Case, compare
@@ -127,6 +128,14 @@ def test_channels_of_a_convolution_by_name():
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [
+        ({"mesh": {"dp": 2, "tp": 2}}, ("hold a mesh", "say --mesh dp=2,tp=2 (in Python mesh=")),
+        ("zero=1,mesh=dp=2,tp=4,chunks=2", ("hold a mesh", "say --mesh dp=2,tp=4 (")),
+        ({"zeroo": 1}, ("cannot read constraint 'zeroo': 1", "did you mean 'zero'?")),
+        ({"schedul": "1f1b"}, ("on mesh axis '1f1b'", "did you mean 'schedule'?")),
+        ("zero=1,schedule=zbw", ("unknown schedule 'zbw'", "did you mean 'zbv'?")),
+        ("cuts=a,b,zero=1", ("cannot read 'b'", "join the parts of a list with +: cuts=a+b")),
+        ("zero=1,placements=a:whole+b:split,c:whole",
+         ("cannot read 'c:whole'", "with +: placements=a:whole+b:split+c:whole")),
         ("megatrom", ("unknown strategy 'megatrom'", "did you mean 'megatron'?", *STRATEGIES)),
         ("xyz", ("unknown strategy 'xyz'", "ddp")),
         (3, ("of type int", '{"heads": "tp"')),
@@ -146,6 +155,22 @@ def test_wrong_constraints(constraints, words: tuple[str, ...]):
         planned(language.decoder(), "dp=2,tp=2", constraints)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "like"),
+    [("dp=4", "dp=2,tp=2"), ("pp=2,dp=3", "pp=2,tp=3"), ("dp=2,tp=1", "tp=2")],
+)
+def test_what_tensor_ranks_split_needs_some(mesh: str, like: str):
+    """The mesh that is named instead has the axis."""
+    for read in (
+        lambda mesh: parse_constraints({"tensor": "megatron"}, mesh),
+        lambda mesh: Asked.of(mesh, {"tensor": "megatron"}),
+    ):
+        with pytest.raises(PlanError, match="has no tensor axis") as caught:
+            read(Mesh.parse(mesh))
+        assert caught.value.expected is not None and caught.value.expected.endswith(like)
+        read(Mesh.parse(like))
 
 
 def test_a_factor_too_small_for_its_axis():
