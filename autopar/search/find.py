@@ -240,13 +240,15 @@ _SAID = {
 """Parts of points in the words of constraints, where these differ."""
 _WHERE = {
     "pipeline": "mesh", "data": "mesh", "tensor": "mesh", "data_outside": "mesh",
-    "num_stages": "constraints['cuts']", "sharding": "constraints",
+    "num_stages": "constraints['cuts']", "sharding": "constraints", "role": "constraints['tensor']",
 }  # fmt: skip
 
 
 def _empty(problem: Problem) -> PlanError:
     """Why no point is left."""
-    space = problem.space
+    space, mesh = problem.space, problem.asked.mesh
+    if mesh is not None:
+        mesh.check_devices(space.num_devices)
     kept: dict[str, tuple[object, ...]] = {}
     for name, values in space.allowed.items():
         rest = tuple(replace(space, allowed=kept).points())
@@ -281,7 +283,7 @@ def _shown(value: object) -> str:
         return f"tp={tensor} {role}".rstrip()
     if isinstance(value, float):
         return f"{value:g}"
-    return value or "none" if isinstance(value, str) else str(value)
+    return value or "no tensor axis" if isinstance(value, str) else str(value)
 
 
 __all__ = ["GAPS", "LIMITS_S", "STRATEGIES", "Found", "Request", "find"]
