@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
+from autopar.cli import sizes
 from autopar.errors import InputError
 from autopar.imports import Imported, read_config
 
@@ -80,9 +81,11 @@ def _check(
     batch = options.global_batch_size or setting.batch()
     seq = options.seq_len or setting.seq_len
     name, (model, args, kwargs, loss_fn) = _model(options, setting, batch, seq)
-    batch = batch or _samples(args, kwargs)
+    batch = batch or sizes.samples(args, kwargs)
+    if batch is None:
+        raise InputError("the batch size is not known", fix="say --global-batch-size N")
     if seq is None and options.model is None:
-        seq = _tokens(args)
+        seq = sizes.tokens(args)
     traced = trace(model, args, kwargs, loss_fn)
     return check(
         imported,
@@ -91,7 +94,7 @@ def _check(
         cluster,
         model=name,
         batch=batch,
-        seq_len=seq or _tokens(args),
+        seq_len=seq or sizes.tokens(args),
         stack=options.software,
         search_s=None if options.no_search else options.time_limit,
         on_progress=progress,
@@ -102,13 +105,11 @@ def _model(
     options: argparse.Namespace, setting: Imported, batch: int | None, seq: int | None
 ) -> tuple[str, tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
     """The model that is named, or that the file describes, and a call of it."""
-    from autopar import presets
     from autopar.runtime.loader import load_model
 
     if options.model is not None:
-        sized = options.model in presets.PRESETS or options.model.endswith(".json")
-        sizes = {"batch": batch, "seq": seq} if sized else {}
-        loaded = load_model(options.model, **sizes)
+        own = sizes.is_function(options.model)
+        loaded = load_model(options.model, batch=None if own else batch, seq=None if own else seq)
         return options.model, (loaded.model, loaded.args, dict(loaded.kwargs), loaded.loss_fn)
     if setting.model is None:
         raise InputError(
@@ -125,21 +126,3 @@ def _model(
 
     made = described_model(setting, setting.model, batch, seq or DEFAULT_SEQ)
     return setting.model.name, (*made, None)
-
-
-def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    for value in (*args, *kwargs.values()):
-        shape = _shape(value)
-        if shape:
-            return shape[0]
-    raise InputError("the batch size is not known", fix="say --global-batch-size N")
-
-
-def _tokens(args: tuple[Any, ...]) -> int | None:
-    """Tokens of a sample of language models, whose first argument is (batch, tokens)."""
-    shape = _shape(args[0]) if args else ()
-    return shape[1] if len(shape) == 2 else None
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))

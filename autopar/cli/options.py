@@ -335,6 +335,13 @@ def _resolved(
     return Resolved(mesh=mesh, constraints=value)
 
 
+def names_file(constraints: str | None) -> bool:
+    """Whether ``--constraints`` names a file, and is neither JSON nor other text."""
+    if constraints is None or constraints.lstrip().startswith("{"):
+        return False
+    return not _is_text(constraints)
+
+
 def _is_text(text: str) -> bool:
     """Whether constraints are a strategy, or pairs such as ``zero=1``, and so no file."""
     if text.partition("=")[0].strip() in (*RESERVED, *STRATEGIES):

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
+from autopar.cli import sizes
 from autopar.errors import PlanError
 from autopar.units import format_bytes
 
@@ -69,14 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, save, print."""
+    loaded = None
+    if sizes.may_differ(options):
+        loaded = _load(options)
+        options.global_batch_size = sizes.samples(loaded.args, loaded.kwargs)
+    else:
+        sizes.fill_in(options)
     kept = shared.read_search(options)  # before torch is imported
     mesh, constraints = (None, None) if kept is not None else shared.read_choices(options)
     if options.output:
         shared.check_writable(options.output)
 
-    from autopar.runtime.loader import load_model
-
-    loaded = load_model(options.model, batch=options.global_batch_size, seq=options.seq_len)
+    loaded = loaded or _load(options)
     if kept is not None:
         return _search(options, loaded, *kept)
     from autopar import api
@@ -101,6 +106,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _load(options: argparse.Namespace) -> LoadedModel:
+    from autopar.runtime.loader import load_model
+
+    return load_model(options.model, batch=options.global_batch_size, seq=options.seq_len)
 
 
 def _search(

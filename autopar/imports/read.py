@@ -182,6 +182,28 @@ def resolve(
     found = read_constraints(str(constraints))
     if isinstance(found, Own):
         return Resolved(mesh=mesh, constraints=found.constraints)
+    found = on_devices(found, mesh, num_devices)
+    if mesh is None and (found.parallel or not search):
+        mesh = found.mesh()
+    kept = _searchable(found, mesh) if search else found.constraints(batch)
+    notes = found.notes()
+    if batch is not None and found.global_batch not in (None, batch):
+        other = f"says {found.global_batch:,} samples a step, and the model is given {batch:,}"
+        notes = (f"{found.where}: {other}, for which the plan is", *notes)
+    return Resolved(mesh=mesh, constraints=kept, notes=notes, imported=found)
+
+
+def on_devices(found: Imported, mesh: Mesh | None, num_devices: int | None) -> Imported:
+    """A configuration with its data ranks filled in.
+
+    Args:
+        found: The configuration.
+        mesh: The mesh that was given, if one was.
+        num_devices: Devices to plan for; None if not known but by `mesh`, or by the file.
+
+    Raises:
+        AutoparError: If it is not known how many devices there are, or it does not fit them.
+    """
     count = mesh.size if mesh is not None else num_devices or found.devices
     if count is None:
         raise InputError(
@@ -189,11 +211,7 @@ def resolve(
             expected="a cluster or a mesh beside it",
             fix='give a cluster such as "8xH100-SXM"',
         )
-    found = found.on(_data_ranks(mesh) if mesh is not None and not found.parallel else count)
-    if mesh is None and (found.parallel or not search):
-        mesh = found.mesh()
-    kept = _searchable(found, mesh) if search else found.constraints(batch)
-    return Resolved(mesh=mesh, constraints=kept, notes=found.notes(), imported=found)
+    return found.on(_data_ranks(mesh) if mesh is not None and not found.parallel else count)
 
 
 def _data_ranks(mesh: Mesh) -> int:

@@ -338,6 +338,9 @@ def test_a_mesh_beside_a_file_says_how_many_data_ranks_there_are(tmp_path: Path)
     file = str(written(tmp_path, "ds.json", text))
     found = resolve(file, Mesh.parse("pp=2,dp=4"), None).constraints
     assert isinstance(found, dict) and found["microbatches"] == 8
+    other = resolve(file, Mesh.parse("pp=2,dp=4"), None, batch=32)
+    assert isinstance(other.constraints, dict) and other.constraints["microbatches"] == 4
+    assert "says 64 samples a step, and the model is given 32" in other.notes[0]
 
 
 def test_a_file_as_constraints_of_a_plan():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.options import STEERING, add_choices, read_choices, read_search
+from autopar.cli.options import STEERING, add_choices, add_sizes, read_choices, read_search
+from autopar.cli.sizes import fill_in, may_differ
 from autopar.errors import InputError, PlanError
 from autopar.plan.strategies import parse_constraints
 
@@ -103,6 +104,51 @@ def test_a_configuration_is_kept_if_a_search_is_asked_for(tmp_path: Path):
     assert read_search(searched(*words)) is None
     found = read_search(searched(*words, "--search", "exact"))
     assert found == (None, {"micro_batch": 2, "microbatches": 4, "zero": 0})
+
+
+BATCH = '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}'
+STEPS = '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}'
+SCRIPT = "--micro-batch-size 1 --tensor-model-parallel-size 2 --seq-length 512"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sizes"),
+    [
+        (BATCH, [], (64, None)),
+        (BATCH, ["--search", "exact"], (64, None)),
+        (BATCH, ["--global-batch-size", "64", "--seq-len", "128"], (64, 128)),
+        (BATCH, ["--global-batch-size", "32"], "--global-batch-size 32 is given"),
+        (STEPS, [], (64, None)),
+        (STEPS, ["--global-batch-size", "32"], "the configuration says 64 samples"),
+        (STEPS, ["--global-batch-size", "32", "--search", "exact"], (32, None)),
+        (STEPS, ["--mesh", "pp=2,dp=4"], (32, None)),
+        (SCRIPT, [], (4, 512)),
+        (SCRIPT, ["--global-batch-size", "8"], (8, 512)),
+        (SCRIPT, ["--seq-len", "256"], "--seq-len 256 is given"),
+        ('{"batch": "dp"}', ["--global-batch-size", "8"], (8, None)),
+    ],
+)
+def test_sizes_of_a_configuration_are_those_of_the_step(
+    tmp_path: Path, text: str, words: list[str], sizes: tuple[int | None, int | None] | str
+):
+    file = tmp_path / ("run.sh" if text is SCRIPT else "constraints.json")
+    file.write_text(text)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    add_choices(parser)
+    add_sizes(parser)
+    parser.add_argument("--search")
+    given = ["--cluster", "8xA100", "--constraints", str(file), *words]
+    options = parser.parse_args(["gpt2-124m", *given])
+    if isinstance(sizes, str):
+        with pytest.raises(InputError, match=sizes):
+            fill_in(options)
+        return
+    fill_in(options)
+    assert (options.global_batch_size, options.seq_len) == sizes
+    own = parser.parse_args(["file.py:build", "--cluster", "8xA100", "--constraints", str(file)])
+    fill_in(own)
+    assert own.global_batch_size is None and may_differ(own)
 
 
 def test_what_is_said_twice_is_refused():

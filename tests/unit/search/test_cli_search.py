@@ -60,7 +60,7 @@ def test_what_is_given_is_kept(model: str, capsys: pytest.CaptureFixture[str]):
         (["--search", "exact", "--strategy", "ddp"], "--search is given"),
         (["--search", "magic"], "unknown search strategy 'magic'"),
         (["--mesh", "dp=2,x=2"], "cannot fill mesh axis 'x'"),
-        (["--mesh", "dp=2"], "has 2 ranks"),
+        (["--mesh", "dp=2"], "needs 2 devices"),
         (["--recompute", "blocks.9.*"], "matches no op"),
         (["--global-batch-size", "8"], "which is no preset"),
     ],
@@ -70,6 +70,17 @@ def test_what_cannot_be_searched_is_refused(
 ):
     assert main(["plan", model, "--cluster", "1x4xA100", *words]) in (1, 2)
     assert what in capsys.readouterr().err
+
+
+def test_the_batch_of_a_configuration_is_that_of_the_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}')
+    assert main(["plan", model, "--cluster", "4xcpu", "--constraints", str(file), "--json"]) == 0
+    plan, said = capsys.readouterr()
+    assert Plan.from_json(plan).pipeline.microbatches == 16 // 4 // 2
+    assert "says 32 samples a step, and the model is given 16, for which the plan is" in said
 
 
 def test_an_impossible_number_names_those_that_are_possible(
