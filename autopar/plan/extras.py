@@ -75,7 +75,7 @@ def split_text(text: str) -> dict[str, Any]:
     return found
 
 
-def _mending(text: str, key: str, part: str, found: Mapping[str, Any]) -> str | None:
+def _mending(text: str, key: str, part: str, found: dict[str, Any]) -> str | None:
     """What to do about a part that cannot be read."""
     if key in found:
         return None
