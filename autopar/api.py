@@ -59,9 +59,8 @@ def _mesh(mesh: Mesh | str | Mapping[str, int] | None) -> Mesh | None:
         return Mesh.parse(mesh)
     if isinstance(mesh, Mapping):
         return Mesh(tuple(mesh.items()))
-    raise InputError(
-        f"mesh is of type {type(mesh).__name__}", expected='text such as "dp=2,tp=2" or a dict'
-    )
+    wrong = f"mesh is of type {type(mesh).__name__}"
+    raise InputError(wrong, expected='text such as "dp=2,tp=2" or a dict')
 
 
 def _cluster(cluster: ClusterSpec | str | int | None) -> ClusterSpec | None:
@@ -213,6 +212,8 @@ def search(
     strategy: str = "exact",
     effort: str = "normal",
     time_limit_s: float | None = None,
+    objective: str = "time",
+    step_within_s: float | None = None,
     seed: int = 0,
     on_progress: Callable[[str], None] | None = None,
 ) -> Found:
@@ -225,13 +226,15 @@ def search(
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
         mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
-        constraints: What else to keep, as in `compile`: ``microbatches``, ``schedule``, ``chunks``,
-            ``zero``, ``recompute``, ``cuts``, ``tensor`` or factors on axes, ``placements``, or a
-            configuration's file; the rest is chosen.
+        constraints: What else to keep, as in `compile` (``zero``, ``cuts``, factors ...), or
+            a configuration's file; the rest is chosen.
         optimizer: Name of the optimizer.
         strategy: ``exact``, ``expert``, ``mcmc``, ``rl`` or, for small problems, ``exhaustive``.
         effort: ``normal`` stops at a proven gap of 1 %, ``high`` at 0.5 %.
         time_limit_s: Seconds after which to stop with what there is.
+        objective: What is to be least: a step's ``time``, or on part of the cluster ``devices`` or
+            ``cost`` per token.
+        step_within_s: Seconds that a step may take at most where it is not to be least.
         seed: Of strategies that draw numbers.
         on_progress: Called with a line about what is going on.
 
@@ -248,8 +251,8 @@ def search(
     given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True)
     kept = asked_of_search(given.constraints)
     request = Request(
-        strategy=strategy, effort=effort, time_limit_s=time_limit_s, seed=seed,
-        on_progress=on_progress, ahead=True,
+        strategy=strategy, effort=effort, time_limit_s=time_limit_s, objective=objective,
+        step_within_s=step_within_s, seed=seed, on_progress=on_progress, ahead=True,
     )  # fmt: skip
     traced = replace(traced, notes=(*traced.notes, *given.notes))
     return find_plan(traced, spec, given.mesh, kept, optimizer, request)

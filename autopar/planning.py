@@ -26,7 +26,7 @@ from autopar.runtime.comm import Communicator
 from autopar.runtime.operators import refuse_unkeyed_random
 from autopar.search.asked import kept_by_search
 from autopar.search.find import Found, Request, find
-from autopar.search.told import forecast_found
+from autopar.search.told import forecast_found, with_changes
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.trace import Traced
@@ -122,9 +122,10 @@ def find_plan(
         memory_known=memory_is_known(cluster),
         notes=traced.notes,
     )
-    refuse_unkeyed_random(traced.graph, found.sharded.factors, cluster.num_devices)
+    refuse_unkeyed_random(traced.graph, found.sharded.factors, found.problem.cluster.num_devices)
     forecast = forecast_found(found, optimizer, memory_known=memory_is_known(cluster))
-    return replace(found, plan=replace(found.plan, forecast=forecast))
+    plan = replace(found.plan, forecast=forecast)
+    return replace(found, plan=with_changes(plan, found.changes))
 
 
 def fitted(

@@ -105,11 +105,13 @@ def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any
     Raises:
         AutoparError: If the options cannot be read.
     """
-    asked = options.search is not None or options.strategy == "search"
+    about_parts = options.objective != "time" or options.step_within is not None
+    asked = options.search is not None or options.strategy == "search" or about_parts
     if options.strategy not in (None, "search"):
-        if options.search is not None:
+        if asked:
+            name = "--search" if options.search is not None else "--objective"
             raise InputError(
-                "--search is given, and a strategy says how to plan",
+                f"{name} is given, and a strategy says how to plan",
                 expected="one of them; a search keeps --mesh, --constraints, "
                 + ", ".join(f"--{n}" for n in EXTRAS),
             )

@@ -53,6 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="proven distance from the best plan at which a search stops: 1 %% or 0.5 %%",
     )
     parser.add_argument(
+        "--objective",
+        choices=("time", "devices", "cost"),
+        default="time",
+        help="what is to be least: time of a step on all devices (default), the number of devices,"
+        " or the cost per token, at the node_usd_per_hour of the cluster file",
+    )
+    parser.add_argument(
+        "--step-within",
+        type=float,
+        metavar="S",
+        help="with another objective than time: seconds that a step may take at most",
+    )
+    parser.add_argument(
         "--time-limit", type=float, metavar="S", help="seconds after which a search stops anyway"
     )
     parser.add_argument("--seed", type=int, default=0, help="of searches that draw numbers")
@@ -137,6 +150,8 @@ def _search(
             strategy=options.search or "exact",
             effort=options.effort,
             time_limit_s=options.time_limit,
+            objective=options.objective,
+            step_within_s=options.step_within,
             seed=options.seed,
             on_progress=progress,
         )

@@ -67,6 +67,7 @@ class _State:
     pruned: Counter[str] = field(default_factory=Counter)
     tried: set[Point] = field(default_factory=set)
     gap: float = 0.0
+    below_s: float = math.inf  # plans that take as long are of no use
     floor: float = math.inf  # least bound of what was evaluated, or is not worth a look
     counter: int = 0
     many: bool = False  # units
@@ -79,7 +80,8 @@ class _State:
     @property
     def limit(self) -> float:
         """Bound from which on a point is not worth a look."""
-        return self.best.step_s * (1 - self.gap) if self.best is not None else math.inf
+        best = self.best.step_s * (1 - self.gap) if self.best is not None else math.inf
+        return min(best, self.below_s)
 
     def push(self, bound: float, level: int, point: Point) -> None:
         """Note a point whose bounds up to `level` are known."""
@@ -97,7 +99,9 @@ class _State:
         """Evaluate some points; whether nobody has interrupted that."""
         with Interruptible(lambda: self.best is not None) as begun:
             for bound, point in points:
-                if self.best is None or (bound < self.limit and time.monotonic() < self.deadline_s):
+                if bound >= self.limit:
+                    continue
+                if self.best is None or time.monotonic() < self.deadline_s:
                     self.evaluate(bound, point)
         return not begun.interrupted
 
@@ -231,6 +235,7 @@ def search(
     *,
     gap: float = 0.0,
     time_limit_s: float = math.inf,
+    below_s: float = math.inf,
     op_level: bool = False,
     on_progress: Callable[[str], None] | None = None,
     ahead: bool = False,
@@ -241,13 +246,14 @@ def search(
         problem: The problem.
         gap: Stop as soon as no plan can be faster by more than this fraction.
         time_limit_s: Stop after so many seconds, with what there is.
+        below_s: Leave out what takes at least so many seconds; it may be found all the same.
         op_level: Improve the best plan op by op, too, which takes its time on large meshes.
         on_progress: Called with a line about what is going on.
         ahead: Let a second process, if there is a core for it, work out what will be needed.
     """
     bounds = Bounds(problem)
     with problem.ahead(partial(answer, bounds)) if ahead and is_possible() else nullcontext():
-        return _search(problem, bounds, gap, time_limit_s, op_level, on_progress)
+        return _search(problem, bounds, gap, time_limit_s, below_s, op_level, on_progress)
 
 
 def _search(
@@ -255,6 +261,7 @@ def _search(
     bounds: Bounds,
     gap: float,
     time_limit_s: float,
+    below_s: float,
     op_level: bool,
     on_progress: Callable[[str], None] | None,
 ) -> SearchResult:
@@ -265,6 +272,7 @@ def _search(
         problem,
         bounds,
         gap=gap,
+        below_s=below_s,
         many=many and problem.edges is None,
         spare=SINGLE if many else CLOSED // problem.units.count,
         deadline_s=begun + time_limit_s,
@@ -291,7 +299,8 @@ def _search(
             state.push(bound, level, point)
             break
     lowest = min(state.floor, state.open[0][0] if state.open else math.inf)
-    if state.best is not None and complete:
+    useful = state.best is not None and state.best.step_s < below_s
+    if useful and complete:
         with Interruptible(lambda: True) as pricing:
             state.price_experts(first)
         complete = not pricing.interrupted

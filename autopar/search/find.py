@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +18,10 @@ from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
 from autopar.search.asked import Asked
 from autopar.search.finish import certificate_note, finish
 from autopar.search.infeasible import LIMIT_S, alone, explain_infeasible
+from autopar.search.objective import OBJECTIVES, TIME, changes, choose
 from autopar.search.problem import Problem
 from autopar.search.result import Interruptible, SearchResult
+from autopar.search.whatif import Change
 from autopar.sharding.factors import infer_factors
 from autopar.sharding.mesh import Mesh
 from autopar.sharding.sharded import ShardedGraph
@@ -28,6 +31,8 @@ GAPS = {"normal": 0.01, "high": 0.005}
 """Proven distance from the optimum at which a search stops, by effort."""
 LIMITS_S = {"normal": 60.0, "high": 180.0}
 """Seconds after which a search stops anyway, by effort."""
+FOR_PARTS = 4.0
+"""How many times as long it may take to search parts of a cluster, too."""
 SMALL = 64
 """Devices up to which a search of normal effort improves the best plan op by op."""
 HALVES = frozenset(("bfloat16", "float16"))
@@ -44,6 +49,10 @@ class Request:
         seed: Of strategies that draw numbers.
         on_progress: Called with a line about what is going on.
         ahead: Whether a second process may work out what the search will need, if there is a core.
+        objective: What is to be least, one of `OBJECTIVES`: ``time`` of a step on all devices,
+            ``devices``, or ``cost`` per token.
+        step_within_s: Seconds that a step may take at most where it is not to be least.
+        below_s: Seconds from which on a plan is of no use.
     """
 
     strategy: str = "exact"
@@ -52,6 +61,42 @@ class Request:
     seed: int = 0
     on_progress: Callable[[str], None] | None = None
     ahead: bool = False
+    objective: str = TIME
+    step_within_s: float | None = None
+    below_s: float = math.inf
+
+    def refuse_wrong(self) -> None:
+        """Refuse what is no request.
+
+        Raises:
+            InputError: If a value is none of those that it may have.
+        """
+        if self.effort not in GAPS:
+            raise InputError(f"effort {self.effort!r}", expected="one of " + ", ".join(GAPS))
+        if self.objective not in OBJECTIVES:
+            raise InputError(
+                f"objective {self.objective!r}",
+                expected="one of " + ", ".join(OBJECTIVES),
+                where="objective (--objective)",
+            )
+        limit_s, within_s = self.time_limit_s, self.step_within_s
+        if limit_s is not None and not limit_s >= 0:
+            raise InputError(
+                f"time limit {limit_s}", expected="seconds from 0",
+                where="time_limit_s (--time-limit)",
+            )  # fmt: skip
+        if within_s is not None and not within_s > 0:
+            raise InputError(
+                f"a step within {within_s} s", expected="more than 0 seconds",
+                where="step_within_s (--step-within)",
+            )  # fmt: skip
+        if within_s is not None and self.objective == TIME:
+            raise InputError(
+                "a limit for the step, and the step is to be as short as possible anyway",
+                fix="leave it out, or ask for the fewest devices or the least cost within it"
+                " (objective, --objective devices or cost)",
+                where="step_within_s (--step-within)",
+            )
 
 
 STRATEGIES = Registry[Callable[[Problem, Request], SearchResult]](
@@ -60,7 +105,9 @@ STRATEGIES = Registry[Callable[[Problem, Request], SearchResult]](
 
 
 def _limit_s(request: Request) -> float:
-    return LIMITS_S[request.effort] if request.time_limit_s is None else request.time_limit_s
+    if request.time_limit_s is not None:
+        return request.time_limit_s
+    return LIMITS_S[request.effort] * (1.0 if request.objective == TIME else FOR_PARTS)
 
 
 def _exact(problem: Problem, request: Request) -> SearchResult:
@@ -70,6 +117,7 @@ def _exact(problem: Problem, request: Request) -> SearchResult:
         gap=GAPS[request.effort],
         op_level=small or request.effort == "high",
         time_limit_s=_limit_s(request),
+        below_s=request.below_s,
         on_progress=request.on_progress,
         ahead=request.ahead,
     )
@@ -102,6 +150,7 @@ class Found:
         prediction: What it takes.
         result: The search.
         problem: What was searched.
+        changes: What the best plans on other parts of the cluster take, where parts were searched.
     """
 
     plan: Plan
@@ -109,6 +158,7 @@ class Found:
     prediction: Prediction
     result: SearchResult
     problem: Problem
+    changes: tuple[Change, ...] = ()
 
 
 def find(
@@ -140,13 +190,7 @@ def find(
         PlanError: If no plan fits, with what would; or if a constraint cannot be kept.
     """
     request = request or Request()
-    if request.effort not in GAPS:
-        raise InputError(f"effort {request.effort!r}", expected="one of " + ", ".join(GAPS))
-    limit_s = request.time_limit_s
-    if limit_s is not None and not limit_s >= 0:
-        raise InputError(
-            f"time limit {limit_s}", expected="seconds from 0", where="time_limit_s (--time-limit)"
-        )
+    request.refuse_wrong()
     strategy = STRATEGIES[request.strategy]
     asked = Asked.of(mesh, constraints or {})
     problem = Problem(
@@ -157,22 +201,50 @@ def find(
         asked=asked,
         memory_bytes=None if memory_known else _UNKNOWN_BYTES,
     )
+    if request.objective != TIME:
+        return _on_a_part(problem, request, notes)
     if not any(True for _ in problem.space.points()):
         raise _empty(problem)
     result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
+    idle = _idle_notes(problem, result, _limit_s(request))
+    return _found(problem, result, (*notes, *format_notes(graph, cluster), *idle))
+
+
+def _on_a_part(problem: Problem, request: Request, notes: tuple[str, ...]) -> Found:
+    """The best plan on the best part of a cluster."""
+    if problem.asked.mesh is not None:
+        raise InputError(
+            f"mesh {problem.asked.mesh} says how many devices there are, and a search is to say it",
+            expected=f"one of them: no mesh, or objective {TIME!r}",
+            where="objective (--objective)",
+        )
+    strategy = STRATEGIES[request.strategy]
+
+    def run(part: Problem, below_s: float, limit_s: float) -> SearchResult:
+        tell = request.on_progress
+        asked = replace(
+            request, objective=TIME, step_within_s=None, below_s=below_s, time_limit_s=limit_s,
+            on_progress=None if tell is None else lambda line: tell(f"{part.cluster}: {line}"),
+        )  # fmt: skip
+        return strategy(part, asked)
+
+    within_s = math.inf if request.step_within_s is None else request.step_within_s
+    chosen = choose(
+        problem, run, request.objective,
+        within_s=within_s, limit_s=_limit_s(request), gap=GAPS[request.effort],
+    )  # fmt: skip
+    told = (*notes, *format_notes(problem.graph, chosen.problem.cluster), *chosen.notes)
+    return replace(_found(chosen.problem, chosen.result, told), changes=tuple(changes(chosen)))
+
+
+def _found(problem: Problem, result: SearchResult, notes: tuple[str, ...]) -> Found:
+    """What was found, with the plan that stands for it."""
+    assert result.best is not None
     candidate = result.best.candidate
     plan, sharded = finish(
-        problem,
-        candidate,
-        infer_factors(graph),
-        (
-            *notes,
-            *format_notes(graph, cluster),
-            *_idle_notes(problem, result, _limit_s(request)),
-            certificate_note(result),
-        ),
+        problem, candidate, infer_factors(problem.graph), (*notes, certificate_note(result))
     )
     return Found(
         plan=plan,

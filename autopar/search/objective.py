@@ -1,0 +1,337 @@
+"""Fewest devices, or least cost per token: the search on parts of a cluster.
+
+Parts are made of whole nodes; where devices are counted, a single node may be used in part. Each is
+searched with what a step may take there to be of use, so that bounds rule out most of them: for the
+fewest devices from small parts to large ones, for the least cost from the fastest to the slowest,
+so that those found on the way are the front of time and cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from autopar.cost_models.cluster import ClusterSpec
+from autopar.cost_models.forecast import sizes_of
+from autopar.errors import InputError, PlanError
+from autopar.search.infeasible import explain_infeasible
+from autopar.search.problem import Outcome, Problem
+from autopar.search.result import SearchResult
+from autopar.search.whatif import Change
+from autopar.units import counted, format_seconds
+
+TIME, DEVICES, COST = "time", "devices", "cost"
+OBJECTIVES = (TIME, DEVICES, COST)
+"""What a search makes least: seconds of a step on all devices; devices; cost per token."""
+FEW_NODES, MOST_PARTS = 8, 64
+"""Up to so many nodes every number of them is a part; of more, those of factors 2 and 3. Of unequal
+nodes every combination, if there are at most so many."""
+SHARE = 0.5
+"""Part of the time limit that the search of one part may take."""
+
+Run = Callable[[Problem, float, float], SearchResult]
+"""Search a problem for plans below so many seconds per step, for so many seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the cluster that was searched.
+
+    Attributes:
+        cluster: The part.
+        best: The best plan found on it that takes no longer than it may; None without one.
+        bound_s: No plan on it takes less; infinite if none fits.
+        complete: Whether its search ended by itself.
+    """
+
+    cluster: ClusterSpec
+    best: Outcome | None
+    bound_s: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What was chosen of a cluster.
+
+    Attributes:
+        problem: The problem on that part.
+        result: Its search.
+        parts: All parts that were searched, in their order.
+        notes: What people should know of the choice.
+    """
+
+    problem: Problem
+    result: SearchResult
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search of parts under way."""
+
+    problem: Problem
+    run: Run
+    objective: str
+    within_s: float
+    limit_s: float
+    gap: float
+    deadline_s: float
+    parts: list[Part] = field(default_factory=list)
+    chosen: tuple[Problem, SearchResult] | None = None
+    ended: bool = True
+
+    def may_take_s(self, cluster: ClusterSpec) -> float:
+        """What a step on a part may take to be better than the best."""
+        most = math.nextafter(self.within_s, math.inf)
+        if self.objective == COST and self.chosen is not None:
+            problem, result = self.chosen
+            assert result.best is not None
+            cost = result.best.step_s * price_of(problem.cluster)
+            most = min(most, cost * (1 - self.gap) / price_of(cluster))
+        return most
+
+    def over(self, clusters: Iterable[ClusterSpec]) -> bool:
+        """Search parts, up to the first that is good if devices are counted; whether one is."""
+        for cluster in clusters:
+            left = self.deadline_s - time.monotonic()
+            if left <= 0 and self.parts:
+                self.ended = False
+                return False
+            try:
+                found = self.look(cluster, min(max(left, 0.0), SHARE * self.limit_s))
+            except KeyboardInterrupt:
+                if self.chosen is None:
+                    raise
+                found, self.ended = False, False
+            if not self.ended:
+                return False
+            if found and self.objective == DEVICES:
+                return True
+        return False
+
+    def look(self, cluster: ClusterSpec, limit_s: float) -> bool:
+        """Search a part; whether it is better than the best so far."""
+        below_s = self.may_take_s(cluster)
+        problem = _on(self.problem, cluster)
+        if problem is None:
+            self.parts.append(Part(cluster=cluster, best=None, bound_s=math.inf, complete=True))
+            return False
+        result = self.run(problem, below_s, limit_s)
+        best = result.best
+        if best is not None and best.step_s >= below_s:
+            best = None
+        proof = result.certificate
+        self.parts.append(
+            Part(cluster=cluster, best=best, bound_s=proof.bound_s, complete=proof.complete)
+        )
+        if not proof.complete and result.seconds < limit_s:  # Ctrl-C
+            self.ended = False
+        if best is not None:
+            self.chosen = problem, replace(result, best=best)
+        return best is not None
+
+
+def choose(
+    problem: Problem, run: Run, objective: str, *, within_s: float, limit_s: float, gap: float
+) -> Chosen:
+    """The part of a cluster with fewest devices, or least cost per token, and its best plan.
+
+    Args:
+        problem: The problem on the whole cluster.
+        run: A strategy.
+        objective: `DEVICES` or `COST`.
+        within_s: Seconds that a step may take at most.
+        limit_s: Seconds for all of it.
+        gap: What costs less by a smaller fraction only is not worth a slower step.
+
+    Raises:
+        InputError: If the cost of unequal nodes is not known.
+        PlanError: If no part has a plan that takes no longer; with a cause that says why.
+    """
+    cluster = problem.cluster
+    if objective == COST and cluster.usd_per_hour is None and not cluster.is_uniform:
+        raise InputError(
+            f"what nodes of {cluster} cost is not known, and they are not alike",
+            expected="the price of every node",
+            fix="give node_usd_per_hour in each group of the cluster file",
+            where="cluster",
+        )
+    deadline_s = time.monotonic() + limit_s
+    state = _Search(problem, run, objective, within_s, limit_s, gap, deadline_s)
+    parts = parts_of(cluster, in_nodes=objective == DEVICES)
+    if objective == COST:  # fastest first
+        state.over(reversed(parts))
+    elif state.over(parts):
+        state.over(_between(cluster, state.parts))
+    if state.chosen is None:
+        raise _nothing(state)
+    found, result = state.chosen
+    return Chosen(
+        problem=found,
+        result=result,
+        parts=tuple(state.parts),
+        notes=tuple(_notes(state, found, result)),
+    )
+
+
+def parts_of(cluster: ClusterSpec, *, in_nodes: bool) -> list[ClusterSpec]:
+    """Parts of a cluster, fewest devices first.
+
+    Args:
+        cluster: The cluster.
+        in_nodes: Whether some devices of a node alone are a part, too.
+    """
+    counts = [(0, *_counts(group.nodes)) for group in cluster.groups]
+    if math.prod(map(len, counts)) <= MOST_PARTS:
+        chosen = [nodes for nodes in itertools.product(*counts) if any(nodes)]
+    else:  # each alone, and all
+        chosen = [
+            tuple(nodes if place == number else 0 for place in range(len(counts)))
+            for number, several in enumerate(counts)
+            for nodes in several[1:]
+        ]
+        chosen.append(tuple(group.nodes for group in cluster.groups))
+    found = [_part(cluster, nodes) for nodes in dict.fromkeys(chosen)]
+    if in_nodes:
+        for group in cluster.groups:
+            found += [
+                replace(
+                    cluster, groups=(replace(group, nodes=1, devices_per_node=count),), tiers=()
+                )
+                for count in range(1, group.devices_per_node)
+            ]
+    return sorted(found, key=lambda item: (item.num_devices, price_of(item)))
+
+
+def price_of(cluster: ClusterSpec) -> float:
+    """US dollars per hour of a cluster, or its nodes where their price is not known."""
+    usd = cluster.usd_per_hour
+    return float(cluster.nodes) if usd is None else usd
+
+
+def cost_words(problem: Problem, cluster: ClusterSpec, step_s: float) -> str:
+    """What a step costs, such as ``1.23 USD per million tokens``."""
+    batch, tokens = sizes_of(problem.layout)
+    amount = price_of(cluster) * step_s / 3600
+    unit = "node-hours" if cluster.usd_per_hour is None else "USD"
+    if batch is None:
+        return f"{amount:.4g} {unit} per step"
+    what = "million samples" if tokens is None else "million tokens"
+    return f"{amount / (batch * (tokens or 1)) * 1e6:.4g} {unit} per {what}"
+
+
+def _counts(nodes: int) -> tuple[int, ...]:
+    """Numbers of nodes that are tried first."""
+    if nodes <= FEW_NODES:
+        return tuple(range(1, nodes + 1))
+    smooth = {2**a * 3**b for a in range(nodes.bit_length()) for b in range(nodes.bit_length())}
+    return tuple(sorted({*(count for count in smooth if count < nodes), nodes}))
+
+
+def _part(cluster: ClusterSpec, nodes: tuple[int, ...]) -> ClusterSpec:
+    """So many nodes of every group."""
+    if nodes == tuple(group.nodes for group in cluster.groups):
+        return cluster
+    groups = tuple(
+        replace(group, nodes=count)
+        for group, count in zip(cluster.groups, nodes, strict=True)
+        if count
+    )
+    return replace(cluster, groups=groups)
+
+
+def _between(cluster: ClusterSpec, parts: list[Part]) -> list[ClusterSpec]:
+    """Parts of equal nodes smaller than the last one that nobody has looked at."""
+    if len(cluster.groups) > 1:
+        return []
+    seen = {part.cluster.groups[0].nodes for part in parts}
+    nodes = range(1, parts[-1].cluster.groups[0].nodes)
+    return [_part(cluster, (count,)) for count in nodes if count not in seen]
+
+
+def _on(problem: Problem, cluster: ClusterSpec) -> Problem | None:
+    """The problem on a part; None if it has no plan there."""
+    try:
+        found = problem.like(cluster=cluster, memory_bytes=problem.memory_bytes)
+    except PlanError:
+        return None
+    return found if any(True for _ in found.space.points()) else None
+
+
+def _nothing(state: _Search) -> PlanError:
+    """Why no part is good enough."""
+    problem = state.problem
+    if not state.ended:
+        return PlanError(
+            f"no plan was found on {counted(len(state.parts), 'part')} of {problem.cluster} within"
+            f" {format_seconds(state.limit_s)}",
+            fix="give the search more time (--time-limit)",
+            where="search",
+        )
+    result = state.run(problem, math.inf, state.limit_s)
+    if result.best is None:
+        return explain_infeasible(problem, result)
+    took = [part.bound_s for part in state.parts if math.isfinite(part.bound_s)]
+    return PlanError(
+        f"no plan on {problem.cluster}, or on a part of it that was searched, takes at most"
+        f" {format_seconds(state.within_s)} per step (predicted)",
+        expected=f"at least {format_seconds(min(took))}: no plan searched is faster",
+        fix=f"allow a step more time (--step-within): all devices take"
+        f" {format_seconds(result.best.step_s)} (predicted, {result.best.candidate.point.text()});"
+        " or take more or faster devices",
+        where="search",
+    )
+
+
+def _notes(state: _Search, problem: Problem, result: SearchResult) -> list[str]:
+    """What was chosen of the cluster, why, and how sure that is."""
+    assert result.best is not None
+    step_s, whole = result.best.step_s, state.problem.cluster
+    within = state.within_s
+    limit = f" within {format_seconds(within)} per step" if math.isfinite(within) else ""
+    chosen = f"{problem.cluster} of {whole}: {counted(problem.cluster.num_devices, 'device')}"
+    if state.objective == DEVICES:
+        others = [part for part in state.parts if part.cluster != problem.cluster]
+        sure = state.ended and all(part.complete for part in others)
+        proof = (
+            f"proven: of {counted(len(others), 'smaller part')} none has a plan{limit}"
+            if sure
+            else "not proven: the time was up before all smaller parts were ruled out"
+        )
+        return [f"fewest devices with a plan{limit}, {chosen} ({proof})"]
+    words = cost_words(problem, problem.cluster, step_s)
+    note = f"least cost{limit}, {chosen}, {words} (predicted"
+    if whole.usd_per_hour is None:
+        note += "; node-hours, as the cluster file gives no node_usd_per_hour"
+    least = min(part.bound_s * price_of(part.cluster) for part in state.parts)
+    gap = max(0.0, 1 - least / (step_s * price_of(problem.cluster)))
+    tried = f"{counted(len(state.parts), 'part')} searched"
+    if state.ended:
+        return [f"{note}; on none of {tried} can it be less by more than {gap:.2%})"]
+    return [f"{note}; the time was up after {tried}, by at most {gap:.2%} above what these allow)"]
+
+
+def changes(chosen: Chosen) -> list[Change]:
+    """What the best plans on other parts take."""
+    return [
+        Change(
+            text=f"on {part.cluster}: {cost_words(chosen.problem, part.cluster, part.best.step_s)}",
+            step_s=part.best.step_s,
+            plan=part.best.candidate.point.text(),
+            peak_bytes=part.best.peak_bytes,
+            gap=max(0.0, 1 - part.bound_s / part.best.step_s),
+        )
+        for part in chosen.parts
+        if part.best is not None and part.cluster != chosen.problem.cluster
+    ]
+
+
+__all__ = [
+    "COST", "DEVICES", "OBJECTIVES", "TIME", "Chosen", "Part", "changes", "choose", "cost_words",
+    "parts_of", "price_of",
+]  # fmt: skip
