@@ -21,6 +21,8 @@ from autopar.units import counted, format_bytes, format_seconds
 SEARCH_S = 20.0
 """Seconds that the best plan is looked for."""
 GAP = 0.02
+OTHERS = 10
+"""Runners-up that are looked at where the framework's own memory leaves the best no room."""
 CLOSE = 0.005
 """Share of a step below which one plan is as fast as another."""
 
@@ -291,7 +293,7 @@ def _best(
         return None, True  # the space is empty
     if result.best is None:
         return None, result.certificate.complete
-    for outcome in (result.best, *result.alternatives):
+    for outcome in (result.best, *result.alternatives[:OTHERS]):
         priced = _as_priced(pricer, problem, setting, outcome.candidate)
         if priced.fits:
             found = Best(

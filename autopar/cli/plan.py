@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
 from autopar.cli import sizes
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.units import format_bytes
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
     from autopar.runtime.loader import LoadedModel
     from autopar.search.find import Found
-    from autopar.search.result import SearchResult
     from autopar.search.whatif import Change
     from autopar.sharding.mesh import Mesh
 
@@ -83,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, save, print."""
+    if options.top < 0:
+        raise InputError(f"--top {options.top}", expected="a number of plans from 0")
     loaded = None
     if sizes.may_differ(options):
         loaded = _load(options)
@@ -164,7 +165,7 @@ def _search(
         return 1
     finally:
         progress.end()
-    more = _runners_up(found.result, options.top)
+    more = _runners_up(found, options.top)
     plan = found.plan
     if options.what_if:
         from autopar.search.told import with_changes
@@ -194,20 +195,25 @@ def _what_if(found: Found, changes: list[Change]) -> list[str]:
     return lines
 
 
-def _runners_up(result: SearchResult, count: int) -> list[str]:
+def _runners_up(found: Found, count: int) -> list[str]:
     """The best other plans, and why they lost."""
+    from autopar.search.others import runners_up
+
+    result = found.result
     assert result.best is not None
-    lines = []
-    for item in result.alternatives[:count]:
+    lines = ["runners-up (predicted)"]
+    for item in runners_up(found.problem, result, count):
         slower = item.step_s / result.best.step_s - 1
         lines.append(f"  {item.candidate.point.text()}: {item.step_s:.4g} s, {slower:+.1%}")
+    if len(lines) == 1:
+        lines = []
     proof = result.certificate
     if proof.bound_s > 0:
         reasons = ", ".join(f"{count:,} by {name}" for name, count in proof.pruned.items() if count)
         lines.append(f"no plan takes less than {proof.bound_s:.4g} s (proven for: {proof.space})")
         if reasons:
             lines.append(f"ruled out unpriced: {reasons}")
-    return ["runners-up (predicted)", *lines] if lines else []
+    return lines
 
 
 def _write(options: argparse.Namespace, plan: Plan, more: list[str]) -> None:

@@ -26,7 +26,7 @@ from autopar.search.closing import close
 from autopar.search.polish import leanest, polished
 from autopar.search.problem import Candidate, Outcome, Problem, Question
 from autopar.search.refine import refine
-from autopar.search.result import Certificate, Interruptible, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.seconds import durations
 from autopar.search.space import Point
 from autopar.search.stage_cut import Cut, cheapest_sum, least_bottleneck, most_even
@@ -312,7 +312,7 @@ def _search(
     state.pruned["bound"] += len(state.open)
     return SearchResult(
         best=state.best,
-        alternatives=_alternatives(state),
+        alternatives=others(problem.outcomes, state.best) if state.best is not None else (),
         certificate=Certificate(
             bound_s=min(lowest, state.best.step_s) if state.best is not None else lowest,
             space=describe_space(problem),
@@ -365,11 +365,6 @@ def as_asked(problem: Problem, space: str) -> str:
     """A space in words, with what constraints fix of it."""
     asked = problem.asked.text()
     return f"{space}; of these only what keeps {asked}" if asked else space
-
-
-def _alternatives(state: _State, count: int = 10) -> tuple[Outcome, ...]:
-    ordered = sorted(state.found, key=lambda item: (item.step_s, item.candidate.point))
-    return tuple(item for item in ordered if item.fits and item is not state.best)[:count]
 
 
 def best_candidate(

@@ -11,7 +11,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.closing import mixes_of
 from autopar.search.exact import best_candidate, describe_space
 from autopar.search.problem import Candidate, Outcome, Problem
-from autopar.search.result import Certificate, Interruptible, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
 
 
@@ -41,7 +41,7 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
     bound = best.step_s if best is not None else math.inf
     return SearchResult(
         best=best,
-        alternatives=(),
+        alternatives=others(problem.outcomes, best) if best is not None else (),
         certificate=Certificate(
             bound_s=bound if complete else 0.0,
             space=describe_space(problem),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from autopar.search.bounds import Bounds
 from autopar.search.exact import as_asked, even_candidate
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import Certificate, Interruptible, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
 from autopar.search.starts import is_expert
 
@@ -76,10 +76,9 @@ def over_grid(
                 if time.monotonic() - begun > time_limit_s:
                     break
     complete = complete and not walk.interrupted
-    found.sort(key=lambda item: (item.step_s, item.candidate.point))
     return SearchResult(
         best=best,
-        alternatives=tuple(item for item in found if item is not best)[:10],
+        alternatives=others(found, best) if best is not None else (),
         certificate=Certificate(
             bound_s=0.0,
             space=as_asked(

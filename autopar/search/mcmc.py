@@ -16,7 +16,7 @@ from autopar.search.bounds import Bounds
 from autopar.search.closing import close
 from autopar.search.exact import FEW_UNITS, as_asked, best_candidate, even_candidate
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import Certificate, Interruptible, SearchResult
+from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
 from autopar.search.starts import first_bounds, starts
 
@@ -143,10 +143,9 @@ def unproven(
     complete: bool,
 ) -> SearchResult:
     """The result of a strategy that proves nothing."""
-    ordered = sorted(set(found), key=lambda item: (item.step_s, item.candidate.point))
     return SearchResult(
         best=best,
-        alternatives=tuple(item for item in ordered if item is not best)[:10],
+        alternatives=others(found, best) if best is not None else (),
         certificate=Certificate(
             bound_s=0.0, space=as_asked(problem, "no proof"), points=points, pruned={},
             evaluated=problem.evaluated, complete=complete,

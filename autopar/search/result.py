@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.search.problem import Outcome
+from autopar.search.space import Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,20 @@ class SearchResult:
         if self.best is None:
             return float("inf")
         return max(0.0, 1.0 - self.certificate.bound_s / self.best.step_s)
+
+
+def others(outcomes: Iterable[Outcome], best: Outcome) -> tuple[Outcome, ...]:
+    """Of every other point than that of the best plan the fastest plan that fits, fastest first.
+
+    Args:
+        outcomes: Plans that were priced.
+        best: The best plan.
+    """
+    found: dict[Point, Outcome] = {}
+    for item in sorted(outcomes, key=lambda item: (item.step_s, item.candidate.point)):
+        if item.fits and item.candidate.point != best.candidate.point:
+            found.setdefault(item.candidate.point, item)
+    return tuple(found.values())
 
 
 @dataclass(slots=True)

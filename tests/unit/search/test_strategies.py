@@ -13,6 +13,7 @@ from autopar.presets.registry import build
 from autopar.search import exact, ilp
 from autopar.search.bounds import Bounds
 from autopar.search.find import STRATEGIES, Request
+from autopar.search.others import runners_up
 from autopar.search.problem import Problem
 from autopar.search.space import Point
 from autopar.search.stage_cut import cheapest_sum, least_bottleneck
@@ -99,6 +100,26 @@ def test_the_integer_program_agrees_with_intervals(seed: int):
     cut = cheapest_sum(stages.intervals, weights, weights, bottleneck * (1 + 1e-9))
     assert chosen is not None and cut is not None
     assert sum(column.seconds for column in chosen) == pytest.approx(cut.value, rel=1e-6)
+
+
+def test_runners_up_are_the_plans_of_other_points_as_far_as_there_are():
+    """As many as are asked for; of all points that have a plan, if that many are."""
+    problem = problem_of("mlp", 2, 0, 2, "2xcpu")
+    everything = STRATEGIES["exhaustive"](problem.like(), Request())
+    result = exact.search(problem)
+    assert result.best is not None and everything.best is not None
+    few = runners_up(problem, result, 3)
+    assert len(few) == 3 and runners_up(problem, result, 0) == ()
+    assert [item.step_s for item in few] == sorted(item.step_s for item in few)
+    fastest = {item.candidate.point: item.step_s
+               for item in (everything.best, *everything.alternatives)}  # fmt: skip
+    best = result.best.candidate.point
+    every = {item.candidate.point: item.step_s
+             for item in runners_up(problem, result, 1000, time_limit_s=60)}  # fmt: skip
+    assert len(every) > len(result.alternatives) and best not in every
+    twins = {point for point in fastest if point.data_outside and problem.orders_alike(point)}
+    assert {*every, best} == {*fastest} - twins
+    assert all(every[point] >= fastest[point] * (1 - 1e-9) for point in every)
 
 
 @pytest.mark.long
