@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.collectives import Kind, Price, axis_price, send_prices, sent_bytes
-from autopar.cost_models.compute import device_seconds
+from autopar.cost_models.compute import device_seconds, sides
 from autopar.cost_models.evaluate import UPDATE_PASSES, update_bandwidth
 from autopar.cost_models.hardware import canonical_name, figure_at, plausible, value_of
 from autopar.cost_models.work import Attention, Kernel, Matmul, Phase
@@ -334,13 +334,20 @@ def _products(state: _State) -> None:
 
 def _endless_rate(product: Timed, size: float) -> tuple[float, float]:
     """FLOP/s that a product reached, and that it would reach with endless sides."""
-    rate = 2 * math.prod(product.sizes) / product.seconds
-    return rate, rate * (1 + size * sum(1 / side for side in product.sizes))
+    m, n, k = product.sizes
+    rate = 2 * m * n * k / product.seconds
+    return rate, rate * (1 + size * float(sides(m, n, k)))
 
 
 def _links(state: _State) -> None:
-    """Twice the fastest transfer is the link's figure, a share of it what collectives reach."""
+    """Twice the fastest transfer is the link's figure, a share of it what collectives reach.
+
+    Messages are left out of the fit where cores copy what moves: one rank only sends, the other
+    only receives, so that large ones are several times as fast as a collective of as many bytes.
+    """
     samples = state.of(*COLLECTIVES)
+    if state.cluster.hardware(0).kind == "cpu":
+        samples = [item for item in samples if item.work != "send"]
     if not samples:
         return
     sent = [sent_bytes(_kind(item), item.sizes[0], item.ranks) / item.seconds for item in samples]
@@ -450,11 +457,11 @@ def _kernel(item: Timed) -> Kernel:
             ),
         )  # fmt: skip
     m, n, k, *rest = item.sizes
-    passes = rest[0] if rest else 1
+    passes, moved_bytes = rest or (1, (m * k + k * n + m * n) * width)
     return Kernel(
         node="", op=item.name, kind="conv" if item.work == "convolution" else "matmul",
         phase=phase, dtype=item.dtype, flops=passes * 2 * m * n * k,
-        read_bytes=passes * (m + n) * k * width, write_bytes=passes * m * n * width,
+        read_bytes=moved_bytes, write_bytes=0,
         launches=passes, matmul=Matmul(batch=1, m=m, n=n, k=k),
     )  # fmt: skip
 

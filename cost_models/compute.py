@@ -7,7 +7,9 @@
     attention    flops / (peak * share * f(head size, keys, direction, generation of the kernel))
     all else     bytes / bandwidth, longer for softmax and dropout of scores
 
-Bandwidth is the device's times its share. Where the host computes as well, launches come on top.
+Bandwidth is the device's times its share. Where the host computes as well, launches come on top,
+and what cores are slow at: convolutions lay out operands anew, and a few kernels go element by
+element.
 Elsewhere the host launches ahead of the device, and a program takes the time of the slower of the
 two: `host_seconds` and `race`. All is pure and works on columns: a fit prices thousands of kernels
 at once, with constants that may differ from kernel to kernel.
@@ -72,6 +74,17 @@ FUSED_CAST_BYTES = 0.5
 RACE = 3.0
 """Power mean of the times of host and device; infinity is the plain maximum. Where both take about
 as long, each waits for the other now and then: with 3, a quarter longer when they are equal."""
+LAID_OUT, LAID_OUT_BACKWARD = 2.0, 3.0
+"""How often a convolution on cores moves its operands and results besides computing: they are read
+and written again in blocks of channels (oneDNN), or as columns (BLAS). A gradient is filled with
+zeros before, or summed over samples. On a core with 110 Gflop/s for convolutions, 40 of 3 to 2048
+channels and 32 to 16384 positions are met within 7 % on average forward, and 12 % backward."""
+ONE_BY_ONE: Mapping[str, float] = {"max_pool": 1.0, "var_mean": 0.4, "std_mean": 0.4}
+"""Kernels that torch does not vectorise on cores, and elements that they go through per flop:
+maxima of windows with their places, and Welford's mean and variance (four flops an element), where
+an element takes 1.6 times as long (5.7 and 3.4 ns on one core)."""
+ELEMENT_FLOPS = 350.0
+"""Flops at the peak in the time of such an element: some 11 cycles of 32 flops."""
 COLLECTIVE_LAUNCHES = 2.0
 """Launches that a collective takes the host: NCCL's kernel, and the events between streams with
 torch's bookkeeping (``ProcessGroupNCCL::collective``)."""
@@ -105,6 +118,7 @@ class Columns:
         keys: Keys that a query may see.
         row_bytes: Greatest common divisor of the bytes of rows of a product's matrices.
         slow: Whether it is a softmax or a dropout of scores, which moves its bytes more slowly.
+        elements: What cores go through one by one.
         launches: Device kernels.
         count: Runs.
         dtypes: Dtype of each.
@@ -122,6 +136,7 @@ class Columns:
     keys: Floats
     row_bytes: NDArray[np.int64]
     slow: Flags
+    elements: Floats
     launches: Floats
     count: Floats
     dtypes: tuple[str, ...]
@@ -144,6 +159,7 @@ class Columns:
             keys=rows[:, 8],
             row_bytes=rows[:, 9].astype(np.int64),
             slow=np.array([_slow(kernel) for kernel in listed], dtype=bool),
+            elements=np.array([_elements(kernel) for kernel in listed], dtype=np.float64),
             launches=rows[:, 10],
             count=rows[:, 11],
             dtypes=tuple(kernel.dtype for kernel in listed),
@@ -172,6 +188,10 @@ class Columns:
 
 def _slow(kernel: Kernel) -> bool:
     return kernel.kind == "softmax" or kernel.op.startswith("score_dropout")
+
+
+def _elements(kernel: Kernel) -> float:
+    return kernel.flops * ONE_BY_ONE.get(kernel.op, 0.0)
 
 
 def _row(kernel: Kernel) -> tuple[float, ...]:
@@ -240,6 +260,7 @@ class Speeds:
         cast_bytes: Bytes per element of an operand that a product casts.
         element_factor: Bytes moved over those that the graph implies, except by products.
         host_computes: Whether launches take the time of the device that computes.
+        core_flops_per_s: Where it does, the peak rate of single precision.
     """
 
     peak_flops_per_s: Numbers
@@ -258,6 +279,7 @@ class Speeds:
     cast_bytes: Numbers = 0.0
     element_factor: Numbers = 1.0
     host_computes: bool = False
+    core_flops_per_s: float = 1.0
 
     @classmethod
     def of(
@@ -305,6 +327,7 @@ class Speeds:
             cast_bytes=np.array(cast),
             element_factor=element_factor,
             host_computes=device.kind == "cpu",
+            core_flops_per_s=device.peak("fp32"),
         )
 
 
@@ -345,13 +368,18 @@ def seconds_of(columns: Columns, speeds: Speeds) -> Floats:
         attention = attention * _attention_rate(columns, speeds)
     cast = np.asarray(speeds.cast_bytes) * columns.operands / bandwidth
     streaming = moving * speeds.element_factor
-    if not speeds.host_computes:
+    product = np.maximum(product, moving) + cast
+    if speeds.host_computes:
+        one_by_one = columns.elements * ELEMENT_FLOPS / speeds.core_flops_per_s
+        streaming = np.maximum(streaming, one_by_one)
+        product = product + np.where(kind == CONVOLUTION, moving * _laid_out(columns), 0.0)
+    else:
         per_head = per_head * _fill(columns)
         streaming = streaming * np.where(columns.slow, SOFTMAX_TIME, 1.0)
     seconds = np.select(
         [kind == ATTENTION, kind == BATCHED, kind == STREAM],
         [columns.flops / attention, per_head * _head_factor(columns, speeds), streaming],
-        np.maximum(product, moving) + cast,
+        product,
     )
     if speeds.host_computes:
         seconds = seconds + columns.launches * speeds.launch_s
@@ -381,8 +409,17 @@ def _sides(columns: Columns, speeds: Speeds) -> Floats:
     Rows and columns count by their product: a long thin result has as many tiles as a square one.
     What is summed counts half of a side: it fills a pipeline, but makes no wave of tiles.
     """
-    sides = 2 / np.sqrt(columns.m * columns.n) + 0.5 / columns.k
-    return np.asarray(1 + speeds.matmul_size * sides, dtype=np.float64)
+    found = sides(columns.m, columns.n, columns.k)
+    return np.asarray(1 + speeds.matmul_size * found, dtype=np.float64)
+
+
+def sides(m: Numbers, n: Numbers, k: Numbers) -> Floats:
+    """What `matmul_size` multiplies, of products with `m` rows, `n` columns and sums over `k`."""
+    return np.asarray(2 / np.sqrt(np.asarray(m) * n) + 0.5 / np.asarray(k), dtype=np.float64)
+
+
+def _laid_out(columns: Columns) -> Floats:
+    return np.where(columns.backward, LAID_OUT_BACKWARD, LAID_OUT)
 
 
 def _attention_rate(columns: Columns, speeds: Speeds) -> Floats:

@@ -23,14 +23,14 @@ stays plausible:
 
 ==========================  =====================================================================
 matmul_share                share of the dense peak that a large, aligned matmul reaches
-matmul_size                 elements d in 1 / (1 + d (2/sqrt(m n) + 1/k)): sides at which tiles,
+matmul_size                 elements d in 1 / (1 + d (2/sqrt(m n) + 1/(2 k))): sides at which tiles,
                             waves and the pipeline over k are well filled
 misaligned_matmul           time factor of a matmul with a side that is no multiple of a tile
 attention_share             share of the dense peak of fused attention with heads of 128
 misaligned_head             time factor of attention with a head dim that is no multiple of 8
 low_precision_share         share of the fp8 or fp4 peak relative to that of bf16
 grouped_matmul_share        share of a grouped matmul relative to a plain one of its mean size
-convolution_share           share of a convolution relative to the matmul it equals
+convolution_share           rate of a convolution relative to the matmul it equals
 memory_share                share of the memory bandwidth that streaming kernels reach
 launch_us                   time a kernel takes when it has nothing to do
 link_share                  share of the device link's bandwidth that large collectives reach
@@ -113,7 +113,7 @@ SECTIONS: dict[str, tuple[Figure, ...]] = {
         Figure(key="misaligned_head", low=1, high=100),
         _share("low_precision_share"),
         _share("grouped_matmul_share"),
-        _share("convolution_share"),
+        Figure(key="convolution_share", low=0.01, high=2.0),
         _share("memory_share"),
         Figure(key="launch_us", low=0, high=1000),
         _share("link_share"),

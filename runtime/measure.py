@@ -5,8 +5,10 @@ alone. Where a rank computes with one thread, its own CPU time is taken: other j
 are then left out, and what ranks take from each other by sharing cores is put back in as
 ``ranks / cores``. Everything else is wall time. On CUDA devices kernels are timed by events.
 
-Collectives of CPUs are timed as programs issue them, between kernels: ranks then come to them one
-later than the other, sleep, are woken, and find what they send in memory and not in cache.
+Collectives of CPUs are timed as programs issue them, in turn with kernels: ranks then come to them
+one later than the other, sleep, are woken, now and then on a core that is taken, and find what they
+send in memory and not in cache. Rounds of all of them follow each other, so that a slow spell of
+the machine is in one round of many collectives, and not in all of one.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ _QUICK_ROUNDS = 3
 _LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 """Bytes of the tensors that collectives are timed with."""
-_REPEATS = {4 * 2**10: 20, 64 * 2**10: 20, 2**20: 16, 16 * 2**20: 10}
+_REPEATS = {4 * 2**10: 12, 64 * 2**10: 12, 2**20: 10, 16 * 2**20: 6}
+"""Calls of a collective in a round."""
 _LEAST_S = 1e-6
-_MOST_WAITING = 3.0
-"""Seconds of a collective over those that cores work for it: back to back they are about two."""
 _FEWEST, _LIMIT_S = 5, 1.0
 """Calls of a collective at least, and for how long otherwise."""
 _UNABLE = ("not implemented", "not supported", "unsupported", "no kernel image")
@@ -49,9 +50,10 @@ class Sample:
         work: ``"matmul"``, ``"convolution"``, ``"attention"``, ``"stream"``, ``"update"``,
             ``"launch"`` or the kind of a collective.
         name: What exactly, for reports.
-        sizes: Of a product m, n, k; of a convolution also how many such products it takes; of
-            attention batch, heads, sequence, head dim; of a stream bytes read and written; of an
-            update bytes of parameters; of a launch how many; of a collective bytes.
+        sizes: Of a product m, n, k; of a convolution also how many such products it takes, and
+            bytes of its operands and results; of attention batch, heads, sequence, head dim; of a
+            stream bytes read and written; of an update bytes of parameters; of a launch how many;
+            of a collective bytes.
         dtype: Dtype.
         backward: Whether it is a backward.
         ranks: Ranks that take part in a collective.
@@ -111,15 +113,24 @@ def measure(comm: Communicator, quick: bool = False) -> Machine:
     waiting = [(row, kind, size) for row in groups for kind in COLLECTIVES for size in sizes]
     if comm.world_size < 2:
         waiting = []
-    total, samples = len(todo) + len(waiting), []
+    total, samples = len(todo) + clock.rounds * len(waiting), []
     warm_up(comm.device)
     for done, job in enumerate(todo):
         comm.report((job.work, done, total))
         sample = _compute(clock, job)
         samples += [sample] if sample is not None else []
-    for done, (row, kind, size) in enumerate(waiting):
-        comm.report((kind, len(todo) + done, total))
-        samples.append(_communicate(clock, row, kind, size))
+    took: list[list[float]] = [[] for _ in waiting]
+    for done in range(clock.rounds * len(waiting)):
+        place = done % len(waiting)
+        comm.report((waiting[place][1], len(todo) + done, total))
+        took[place].append(_communicate(clock, *waiting[place]))
+    for (row, kind, size), seconds in zip(waiting, took, strict=True):
+        samples.append(
+            Sample(
+                work=kind, name=f"{kind} over {len(row[0])}", sizes=(size,), ranks=len(row[0]),
+                seconds=min(seconds) if clock.cuda else statistics.median(seconds),
+            )
+        )  # fmt: skip
     comm.report(("done", total, total))
     per_node = _ranks_per_node(comm)
     host = host_memory_bytes()
@@ -165,17 +176,12 @@ def _is_unable(error: RuntimeError) -> bool:
     return any(words in text for words in _UNABLE)
 
 
-def _communicate(clock: _Clock, row: Sequence[Ranks], kind: str, size_bytes: int) -> Sample:
+def _communicate(clock: _Clock, row: Sequence[Ranks], kind: str, size_bytes: int) -> float:
+    """Seconds of a collective in one round."""
     comm = clock.comm
     group = next((ranks for ranks in row if comm.rank in ranks), None)
     run = collective(comm, kind, group, size_bytes) if group is not None else None
-    return Sample(
-        work=kind,
-        name=f"{kind} over {len(row[0])}",
-        sizes=(size_bytes,),
-        ranks=len(row[0]),
-        seconds=clock.collective(run, _REPEATS[size_bytes]),
-    )
+    return clock.collective(run, _REPEATS[size_bytes])
 
 
 def _groups(count: int) -> Iterator[list[Ranks]]:
@@ -244,36 +250,29 @@ class _Clock:
         # Rank 0 decides: by their own clocks ranks would call unequally often, and wait for ever.
         most = max(_FEWEST, round(_LIMIT_S / took))
         repeats = min(repeats, self.comm.gather_objects(most)[0])
-        return self._back_to_back(run, repeats) if self.cuda else self._between(run, repeats)
+        return self._back_to_back(run, repeats) if self.cuda else self._in_turn(run, repeats)
 
-    def _between(self, run: Callable[[], object] | None, repeats: int) -> float:
-        """What a call adds to the time of a kernel before it.
+    def _in_turn(self, run: Callable[[], object] | None, repeats: int) -> float:
+        """What a call adds to the kernels before and after it, the mean of calls in a row.
 
-        While a rank waits, others that share its core compute. So what a call adds is the time of
-        the slowest rank less what the kernels of all ranks take all cores. It is the median of the
-        calls before which other jobs on the machine have disturbed the kernels least. One that
-        takes many times as long as cores work for it waits for such jobs: that is not counted.
+        While a rank waits, others that share its core compute. So what calls add is the time of the
+        slowest rank less what the kernels of all ranks take all cores. A call is over at once, or
+        waits some milliseconds for a core that another computes on; programs pay the mean of both.
         """
         now = time.thread_time if self.own else time.perf_counter
-        rows = []
+        computed = 0.0
+        self.comm.barrier()
+        begun = time.perf_counter()
         for _ in range(repeats):
-            self.comm.barrier()
-            begun, mark = time.perf_counter(), now()
+            mark = now()
             self.kernel()
-            computed, kernel_s = now() - mark, time.perf_counter() - begun
-            mark = time.process_time()  # of all threads
+            computed += now() - mark
             if run is not None:
                 run()
-            used = time.process_time() - mark
-            rows.append((kernel_s, time.perf_counter() - begun, computed, used))
-        found = []
-        for everyone in zip(*self.comm.gather_objects(rows), strict=True):
-            kernels, calls, own, worked = zip(*everyone, strict=True)
-            added = max(calls) - statistics.mean(own) * self.sharing
-            found.append((max(kernels), added, max(worked) * self.sharing))
-        calm = sorted(found)[: (len(found) + 1) // 2]
-        added, worked_s = (statistics.median(row[place] for row in calm) for place in (1, 2))
-        return max(min(added, _MOST_WAITING * worked_s), _LEAST_S)
+        took = time.perf_counter() - begun
+        everyone, kernels = zip(*self.comm.gather_objects((took, computed)), strict=True)
+        added = max(everyone) - statistics.mean(kernels) * self.sharing
+        return max(added / repeats, _LEAST_S)
 
     def _back_to_back(self, run: Callable[[], object] | None, repeats: int) -> float:
         """The fastest call."""

@@ -43,7 +43,7 @@ _LARGE_STREAMS = (64 * 2**20, 512 * 2**20)
 _COLD_BYTES = 48 * 2**20
 _MOST_COPIES = 64
 # Rows, columns and what is summed over, of the product between two collectives.
-_BETWEEN = (1024, 1024, 512)
+_BETWEEN = (512, 512, 512)
 _LAYERS = (2, 12)
 LAUNCHES_PER_LAYER = 9
 """Kernels of a layer of `_Chain` and its backward: of the product, its bias and the GELU four, of
@@ -123,29 +123,33 @@ def _convolutions(
 ) -> Iterator[Job]:
     batch, inputs, outputs, side, kernel, stride = sizes
     shape, filters = (batch, inputs, side, side), (outputs, inputs, kernel, kernel)
-    product = (batch * (side // stride) ** 2, outputs, inputs * kernel * kernel)
+    made = (batch, outputs, side // stride, side // stride)
+    product = (made[0] * made[2] * made[3], outputs, inputs * kernel * kernel)
     trains = inputs > 3  # nobody asks for the gradient of an image
     name = f"{batch} x {inputs} -> {outputs}, {side} x {side}, kernel {kernel}, stride {stride}"
     rest = ((stride, stride), (kernel // 2, kernel // 2), (1, 1), False, (0, 0), 1)
-
-    def operands() -> tuple[Tensor, Tensor]:
-        return _tensor(device, dtype, *shape), _tensor(device, dtype, *filters)
+    width = getattr(torch, dtype).itemsize
+    read_bytes, weight_bytes, out_bytes = (width * math.prod(x) for x in (shape, filters, made))
+    moved_bytes = read_bytes + weight_bytes + out_bytes
 
     def forward() -> Callable[[], object]:
-        source, weight = operands()
-        return lambda: torch.ops.aten.convolution.default(source, weight, None, *rest)
+        turn, run = _in_turn(device, dtype, shape, filters), torch.ops.aten.convolution.default
+        return lambda: run(*next(turn), None, *rest)
 
     def backward() -> Callable[[], object]:
-        source, weight = operands()
-        grad = torch.ones_like(torch.ops.aten.convolution.default(source, weight, None, *rest))
-        made = torch.ops.aten.convolution_backward.default
-        return lambda: made(grad, source, weight, None, *rest, (trains, True, False))
+        turn = _in_turn(device, dtype, made, shape, filters)
+        run = torch.ops.aten.convolution_backward.default
+        return lambda: run(*next(turn), None, *rest, (trains, True, False))
 
-    for run in (forward, backward):
-        yield Job(
-            work="convolution", name=name, dtype=dtype, backward=run is backward, prepare=run,
-            sizes=(*product, 2 if run is backward and trains else 1),
-        )  # fmt: skip
+    yield Job(
+        work="convolution", name=name, sizes=(*product, 1, moved_bytes), dtype=dtype,
+        prepare=forward,
+    )  # fmt: skip
+    made_bytes = weight_bytes + (read_bytes if trains else 0)
+    yield Job(
+        work="convolution", name=name, sizes=(*product, 1 + trains, moved_bytes + made_bytes),
+        dtype=dtype, backward=True, prepare=backward,
+    )  # fmt: skip
 
 
 def _attentions(

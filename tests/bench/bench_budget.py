@@ -39,7 +39,8 @@ def within(name: str, cluster: ClusterSpec, pool: LocalRanks, share: float) -> b
         print(f"{title}: nothing fits; {refused.what}", flush=True)
         return True
     plan = finish(problem, found.best.candidate, infer_factors(traced.graph))[0]
-    have = over_ranks(pool.run(run_steps, name, plan.to_json(), 3, MODELS))
+    rows = pool.run(run_steps, [(name, plan.to_json())], 3, MODELS)
+    have = over_ranks([row[0] for row in rows])
     inside = have.peak_bytes <= budget
     print(
         f"{title}: {found.best.candidate.point.text()}: predicted"

@@ -57,47 +57,100 @@ def tensors_alive() -> list[Tensor]:
     return [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
 
 
-def run_steps(
-    comm: Communicator, name: str, plan: str, count: int, models: Models = MODELS
-) -> Measured:
-    """What every rank runs: some steps against the clock, then some that count live bytes."""
-    model, inputs = models[name]()
-    traced = trace(model, inputs, {}, None)
-    others = tensors_alive()  # kept, so that no new storage takes the place of one of them
-    known = {item.untyped_storage()._cdata for item in others}
-    options = CompileOptions(plan=Plan.from_json(plan), optimizer="adamw")
-    compiled = CompiledModel(model, comm, options, traced)
-    for _ in range(2):
-        compiled.step(*inputs)
-    steps, cpu = [], []
-    for _ in range(count):
-        comm.barrier()
-        begun, begun_cpu = time.perf_counter(), time.process_time()
-        compiled.step(*inputs)
-        steps.append(time.perf_counter() - begun)
-        cpu.append(time.process_time() - begun_cpu)
-    tracker = Tracker([*model.parameters(), *model.buffers()])
-    mine = [item for item in tensors_alive() if item.untyped_storage()._cdata not in known]
-    tracker.watch(mine)
-    tracker.watch(inputs)
-    del mine, others
-    peaks = []
-    for _ in range(2):
-        comm.barrier()
+class _Runner:
+    """A plan on this rank, ready to be measured.
+
+    Args:
+        comm: The ranks.
+        name: Of `models`.
+        plan: The plan, as JSON.
+        models: What can be run.
+    """
+
+    def __init__(self, comm: Communicator, name: str, plan: str, models: Models) -> None:
+        model, inputs = models[name]()
+        traced = trace(model, inputs, {}, None)
+        others = tensors_alive()  # kept, so that no new storage takes the place of one of them
+        known = {item.untyped_storage()._cdata for item in others}
+        options = CompileOptions(plan=Plan.from_json(plan), optimizer="adamw")
+        self.comm, self.inputs = comm, inputs
+        self.compiled = CompiledModel(model, comm, options, traced)
+        self.steps: list[float] = []
+        self.cpu: list[float] = []
+        for _ in range(2):
+            self.compiled.step(*inputs)
+        tracker = Tracker([*model.parameters(), *model.buffers()])
+        mine = [item for item in tensors_alive() if item.untyped_storage()._cdata not in known]
+        tracker.watch(mine)
+        tracker.watch(inputs)
+        del mine, others
+        self.peak_bytes = min(self._peak_bytes(tracker) for _ in range(2))
+
+    def _peak_bytes(self, tracker: Tracker) -> int:
+        """Most live bytes in a step."""
+        self.comm.barrier()
         tracker.peak_bytes = tracker.live_bytes
         with tracker:
-            compiled.step(*inputs)
-        peaks.append(tracker.peak_bytes)
-    return Measured(steps_s=tuple(steps), cpu_s=statistics.median(cpu), peak_bytes=min(peaks))
+            self.compiled.step(*self.inputs)
+        return tracker.peak_bytes
+
+    def step(self) -> None:
+        """A step against the clock."""
+        self.comm.barrier()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
+        self.compiled.step(*self.inputs)
+        self.steps.append(time.perf_counter() - begun)
+        self.cpu.append(time.process_time() - begun_cpu)
+
+    @property
+    def measured(self) -> Measured:
+        """All of it."""
+        return Measured(
+            steps_s=tuple(self.steps),
+            cpu_s=statistics.median(self.cpu),
+            peak_bytes=self.peak_bytes,
+        )
+
+
+def run_steps(
+    comm: Communicator, plans: Sequence[tuple[str, str]], count: int, models: Models = MODELS
+) -> list[Measured]:
+    """What every rank runs: steps that count live bytes, then some against the clock.
+
+    The plans take turns, a step each: what slows the machine down for some seconds then meets one
+    step of many plans, and not all steps of one.
+
+    Args:
+        comm: The ranks.
+        plans: Name of the model, and plan as JSON, of each.
+        count: Steps of each against the clock.
+        models: What can be run.
+    """
+    runners = []
+    for name, plan in plans:
+        runners.append(_Runner(comm, name, plan, models))
+    gc.collect()
+    comm.report(f"{len(plans)} plans are compiled")
+    for number in range(count):
+        for runner in runners:
+            runner.step()
+        comm.report(f"round {number + 1} of {count}")
+    return [runner.measured for runner in runners]
 
 
 def run_all(cases: Sequence[Case], steps: int) -> dict[str, Measured]:
     """Measure all cases."""
+
+    def told(rank: int, value: str) -> None:
+        if rank == 0:
+            print(f"{count} ranks: {value}", flush=True)
+
     found = {}
     for count in sorted({case.ranks for case in cases}):
+        chosen = [case for case in cases if case.ranks == count]
+        plans = [(case.model, case.plan().to_json()) for case in chosen]
         with LocalRanks(count) as ranks:
-            for case in (case for case in cases if case.ranks == count):
-                plan = case.plan().to_json()
-                found[case.name] = over_ranks(ranks.run(run_steps, case.model, plan, steps))
-                print(f"measured {case.name}: {found[case.name].step_s * 1e3:.0f} ms", flush=True)
+            rows = ranks.run(run_steps, plans, steps, on_report=told)
+        for case, *of_ranks in zip(chosen, *rows, strict=True):
+            found[case.name] = over_ranks(of_ranks)
     return found

@@ -45,7 +45,11 @@ def samples() -> list[Sample]:
     found.append(Sample(work="matmul", sizes=(4096, 4096, 4096)))
     for backward in (False, True):
         found += [
-            Sample(work="convolution", sizes=(m, 128, 1152, 1 + backward), backward=backward)
+            Sample(
+                work="convolution",
+                sizes=(m, 128, 1152, 1 + backward, 1024 * m + 600_000),
+                backward=backward,
+            )
             for m in sides
         ]
         found += [

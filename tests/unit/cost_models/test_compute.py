@@ -125,3 +125,27 @@ def test_a_cpu_launches_what_it_computes() -> None:
     one, ten = (replace(stream(64), launches=launches) for launches in (1, 10))
     seconds = device_seconds([one, ten], cpu)
     assert seconds[1] - seconds[0] == pytest.approx(9 * cpu.efficiency.launch_s)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_cpu_lays_out_anew_what_it_convolves(backward: bool) -> None:
+    phase = "input_gradient" if backward else "forward"
+    flat = replace(product(512, 512, 512, dtype="float32"), kind="conv", phase=phase)
+    for name, times in (("cpu", 3.0 if backward else 2.0), ("A100-80-SXM", 0.0)):
+        device = load_device(name)
+        large = replace(flat, read_bytes=flat.read_bytes + 4096)  # computing still takes longer
+        seconds = device_seconds([flat, large], device)
+        bandwidth = device.memory_bytes_per_s * device.efficiency.memory_share
+        assert seconds[1] - seconds[0] == pytest.approx(times * 4096 / bandwidth, rel=1e-3)
+
+
+def test_a_cpu_goes_one_by_one_through_windows_and_variances() -> None:
+    plain = replace(stream(2**20), kind="reduction")
+    windows = replace(plain, op="max_pool", flops=9 * 2**20)
+    moments = replace(plain, op="var_mean", flops=4 * 2**20)
+    for name, slower in (("cpu", True), ("A100-80-SXM", False)):
+        device = load_device(name)
+        fast, *slow = device_seconds([plain, windows, moments], device)
+        assert [seconds > fast for seconds in slow] == [slower] * 2
+    cores = device_seconds([windows], load_device("cpu"))[0]
+    assert 2e-9 < cores / (9 * 2**20) < 6e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -110,3 +111,38 @@ def test_one_rank_measures_and_is_fitted(monkeypatch):
     device = found.cluster.hardware(0)
     assert device.memory_bytes <= machine.host_bytes == host_memory_bytes()
     assert device.node.cores == core_count()
+
+
+def test_convolutions_say_what_they_move():
+    """As an op that reads its operands and writes its results."""
+    for job in jobs(torch.device("cpu"), quick=True):
+        if job.work == "convolution" and "4 x 4" in job.name:
+            *_, passes, moved_bytes = job.sizes
+            side, (outputs, k) = 4 * 4 * 4, job.sizes[1:3]
+            inputs = k // (9 if "kernel 3" in job.name else 1)
+            image, weight, out = side * inputs, outputs * k, side * outputs
+            assert passes == 1 + job.backward
+            made = image + weight if job.backward else 0
+            assert moved_bytes == 4 * (image + weight + out + made)
+
+
+def test_what_a_call_adds_is_told_apart_from_kernels(monkeypatch):
+    """Kernels take three times the time of the CPU, as three ranks share a core."""
+
+    class Time:
+        wall = cpu = 0.0
+        perf_counter = staticmethod(lambda: Time.wall)
+        thread_time = staticmethod(lambda: Time.cpu)
+
+    def kernel() -> None:
+        Time.wall, Time.cpu = Time.wall + 0.012, Time.cpu + 0.004
+
+    waits = itertools.cycle((0.001, 0.001, 0.004))
+
+    def call() -> None:
+        Time.wall += next(waits)
+
+    monkeypatch.setattr(module, "time", Time)
+    clock = _Clock(SoloCommunicator(), 1, 0.001)
+    clock.own, clock.sharing, clock.kernel = True, 3.0, kernel
+    assert clock.collective(call, 6) == pytest.approx(0.002)
