@@ -71,6 +71,14 @@ class ClusterForecast:
     tiers: tuple[TierForecast, ...]
     fingerprint: str
 
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Price of all of it; None where that of some nodes is not known."""
+        prices = [group.node_usd_per_hour for group in self.groups]
+        if not prices or None in prices:
+            return None
+        return sum(group.nodes * (group.node_usd_per_hour or 0.0) for group in self.groups)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelForecast:
@@ -408,3 +416,19 @@ def room_words(forecast: Forecast) -> str:
     if full.over_bytes > 0:
         return f"DOES NOT FIT: over by {format_bytes(full.over_bytes)}{where}"
     return f"fits, {format_bytes(-full.over_bytes)} free at least{where}"
+
+
+def cost_words(usd_per_hour: float, step_s: float, batch: int | None, tokens: int | None) -> str:
+    """What a step costs, such as ``1.23 USD per million tokens``.
+
+    Args:
+        usd_per_hour: Price of the cluster.
+        step_s: Seconds of a step.
+        batch: Samples of a step, if known.
+        tokens: Tokens of a sample, if it has any.
+    """
+    usd = usd_per_hour * step_s / 3600
+    if not batch:
+        return f"{usd:.4g} USD per step"
+    unit = "tokens" if tokens else "samples"
+    return f"{usd / (batch * (tokens or 1)) * 1e6:.4g} USD per million {unit}"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autopar.cost_models.replay import timeline_of
 from autopar.plan.fold import Folded, fold
-from autopar.plan.forecast import CertificateForecast, Forecast, room_words
+from autopar.plan.forecast import CertificateForecast, Forecast, cost_words, room_words
 from autopar.plan.plan import Plan, UnruledOp
 from autopar.report.overview import (
     AxisView,
@@ -189,6 +189,10 @@ def _predicted(forecast: Forecast, plan: Plan) -> str:
         unit = "tokens" if forecast.sequence_length else "samples"
         each = rate / plan.device_mesh.size
         words.append(f"{format_count(rate)} {unit}/s, {format_count(each)} per device")
+    usd = forecast.cluster.usd_per_hour
+    if usd is not None:
+        sizes = forecast.global_batch_size, forecast.sequence_length
+        words.append(cost_words(usd, forecast.step_s, *sizes))
     return "; ".join([*words, room_words(forecast)])
 
 

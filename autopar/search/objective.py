@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.forecast import sizes_of
 from autopar.errors import InputError, PlanError
+from autopar.plan.forecast import cost_words as priced
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
@@ -216,13 +217,8 @@ def price_of(cluster: ClusterSpec) -> float:
 
 def cost_words(problem: Problem, cluster: ClusterSpec, step_s: float) -> str:
     """What a step costs, such as ``1.23 USD per million tokens``."""
-    batch, tokens = sizes_of(problem.layout)
-    amount = price_of(cluster) * step_s / 3600
-    unit = "node-hours" if cluster.usd_per_hour is None else "USD"
-    if batch is None:
-        return f"{amount:.4g} {unit} per step"
-    what = "million samples" if tokens is None else "million tokens"
-    return f"{amount / (batch * (tokens or 1)) * 1e6:.4g} {unit} per {what}"
+    words = priced(price_of(cluster), step_s, *sizes_of(problem.layout))
+    return words if cluster.usd_per_hour is not None else words.replace("USD", "node-hours")
 
 
 def _counts(nodes: int) -> tuple[int, ...]:

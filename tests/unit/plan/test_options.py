@@ -25,6 +25,7 @@ def searched(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_choices(parser)
     parser.add_argument("--search")
+    parser.set_defaults(objective="time", step_within=None)
     return parser.parse_args(words)
 
 
@@ -138,6 +139,7 @@ def test_sizes_of_a_configuration_are_those_of_the_step(
     add_choices(parser)
     add_sizes(parser)
     parser.add_argument("--search")
+    parser.set_defaults(objective="time", step_within=None)
     given = ["--cluster", "8xA100", "--constraints", str(file), *words]
     options = parser.parse_args(["gpt2-124m", *given])
     if isinstance(sizes, str):
