@@ -16,7 +16,7 @@ from autopar.plan.plan import Plan
 from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
 from autopar.search.asked import Asked
-from autopar.search.finish import certificate_note, finish
+from autopar.search.finish import certificate_note, finish, shortfall_notes
 from autopar.search.infeasible import LIMIT_S, alone, explain_infeasible
 from autopar.search.objective import OBJECTIVES, TIME, changes, choose
 from autopar.search.problem import Problem
@@ -208,8 +208,14 @@ def find(
     result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
-    idle = _idle_notes(problem, result, _limit_s(request))
-    return _found(problem, result, (*notes, *format_notes(graph, cluster), *idle))
+    limit_s = _limit_s(request)
+    told = (
+        *shortfall_notes(result, GAPS[request.effort], limit_s),
+        *notes,
+        *format_notes(graph, cluster),
+        *_idle_notes(problem, result, limit_s),
+    )
+    return _found(problem, result, told)
 
 
 def _on_a_part(problem: Problem, request: Request, notes: tuple[str, ...]) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -97,6 +98,28 @@ def _in_copy(problem: Problem, unit: int, names: frozenset[str], *, dropped: boo
         return whole + ["!" + re.sub(r"([*?[])", r"[\1]", key) for key in kept]
     drops = [f"!{pattern}" for pattern in whole] if dropped else []
     return drops + list(node_patterns(problem.graph, names))
+
+
+def shortfall_notes(result: SearchResult, goal: float, limit_s: float) -> list[str]:
+    """That less is proven than was aimed at, why, and what to do; nothing if it is not so.
+
+    Args:
+        result: A search; of one that proves nothing `certificate_note` says so.
+        goal: The gap that it aimed at, as a fraction.
+        limit_s: Its time limit in seconds.
+    """
+    proof = result.certificate
+    if not 0 < proof.bound_s < math.inf or result.gap <= goal * (1 + 1e-9):
+        return []
+    if proof.complete:
+        why = "no tighter bound is known; of fewer plans (--mesh, --schedule) more may be proven"
+    elif result.seconds < limit_s:
+        why = "the search was interrupted"
+    else:
+        more = f"--time-limit {max(3 * limit_s, 10):g} allows more"
+        why = f"the limit of {limit_s:g} s was reached; {more}"
+    return [f"proven to be within {100 * result.gap:.3g} % of the best, not within"
+            f" {100 * goal:g} % as was aimed at: {why}"]  # fmt: skip
 
 
 def certificate_note(result: SearchResult) -> str:

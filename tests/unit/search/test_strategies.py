@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from autopar.presets.registry import build
 from autopar.search import exact, ilp
 from autopar.search.bounds import Bounds
 from autopar.search.find import STRATEGIES, Request
+from autopar.search.finish import shortfall_notes
 from autopar.search.others import runners_up
 from autopar.search.problem import Problem
 from autopar.search.space import Point
@@ -100,6 +102,23 @@ def test_the_integer_program_agrees_with_intervals(seed: int):
     cut = cheapest_sum(stages.intervals, weights, weights, bottleneck * (1 + 1e-9))
     assert chosen is not None and cut is not None
     assert sum(column.seconds for column in chosen) == pytest.approx(cut.value, rel=1e-6)
+
+
+def test_a_gap_above_the_goal_is_told_with_its_reason():
+    result = exact.search(problem_of("mlp", 2, 0, 2, "2xcpu"))
+    assert result.best is not None and not shortfall_notes(result, 0.01, 60.0)
+
+    def told(goal: float, seconds: float = 1.0, **more: object) -> str:
+        more = {"bound_s": 0.95 * result.best.step_s, **more}
+        proof = replace(result.certificate, **more)
+        other = replace(result, certificate=proof, seconds=seconds)
+        return " ".join(shortfall_notes(other, goal, 60.0))
+
+    assert not told(0.05) and not told(0.01, complete=False, bound_s=0.0)
+    assert "within 5 % of the best, not within 0.5 %" in told(0.005)
+    assert "no tighter bound" in told(0.01, seconds=70.0)
+    assert "interrupted" in told(0.01, complete=False)
+    assert "limit of 60 s was reached; --time-limit 180" in told(0.01, 61.0, complete=False)
 
 
 def test_runners_up_are_the_plans_of_other_points_as_far_as_there_are():
