@@ -101,6 +101,14 @@ class Grad:
         self.pending: dict[int, Local] = {}
         self.sources: dict[int, int] = {}  # which node the last gradient of a result came from
 
+    def forget(self) -> None:
+        """Let go of tensors that hold it: what needs the garbage collector makes all else slow."""
+        self.inputs, self.backward = (), _given
+
+
+def _given(gradients: Sequence[Local | None]) -> Sequence[Local | None]:
+    raise AssertionError("gradients have come back already")
+
 
 Maker = tuple[Grad, int]
 """Which result of which recorded op a tensor is."""
@@ -238,7 +246,7 @@ class Tape:
 
     def leaf(self, value: Local) -> None:
         """Let `value` need a gradient, to be asked of `backward`."""
-        value.maker = (Grad((), 1, lambda grads: (), self.origin), 0)
+        value.maker = (Grad((), 1, _given, self.origin), 0)
 
     def backward(self, ends: Sequence[tuple[Local, Local]]) -> None:
         """Emit backward.
@@ -260,6 +268,8 @@ class Tape:
                 if operand is not None and gradient is not None and operand.maker is not None:
                     self._arrive(operand, gradient)
             grad.pending = {}
+        for grad in self._grads:
+            grad.forget()
         self._grads = []
 
     def gradient(self, leaf: Local) -> Local | None:
