@@ -94,7 +94,10 @@ def run(options: argparse.Namespace) -> int:
     mesh, constraints = (None, None) if kept is not None else shared.read_choices(options)
     if options.output:
         shared.check_writable(options.output)
+    if options.search is not None:
+        from autopar.search.find import STRATEGIES
 
+        _ = STRATEGIES[options.search]  # that there is none is said at once
     loaded = loaded or _load(options)
     if kept is not None:
         return _search(options, loaded, *kept)

@@ -10,6 +10,7 @@ from itertools import combinations, pairwise, product
 from autopar.search.bounds import Bounds
 from autopar.search.closing import mixes_of
 from autopar.search.exact import best_candidate, describe_space
+from autopar.search.first import first_plan
 from autopar.search.problem import Candidate, Outcome, Problem
 from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
@@ -38,6 +39,8 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
                 if outcome is not None and outcome.fits:
                     best = outcome if best is None or outcome.step_s < best.step_s else best
     complete = complete and not walk.interrupted
+    if best is None and not complete:
+        best = first_plan(problem, Bounds(problem))
     bound = best.step_s if best is not None else math.inf
     return SearchResult(
         best=best,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from autopar.search.bounds import Bounds
 from autopar.search.exact import as_asked, even_candidate
+from autopar.search.first import first_plan
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
@@ -76,6 +77,8 @@ def over_grid(
                 if time.monotonic() - begun > time_limit_s:
                     break
     complete = complete and not walk.interrupted
+    if best is None and not complete:
+        best = first_plan(problem, bounds)
     return SearchResult(
         best=best,
         alternatives=others(found, best) if best is not None else (),

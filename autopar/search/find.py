@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Prediction, Software
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError, PlanError, meant
 from autopar.graph.ir import Graph
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
@@ -72,11 +72,17 @@ class Request:
             InputError: If a value is none of those that it may have.
         """
         if self.effort not in GAPS:
-            raise InputError(f"effort {self.effort!r}", expected="one of " + ", ".join(GAPS))
+            raise InputError(
+                f"effort {self.effort!r}",
+                expected="one of " + ", ".join(GAPS),
+                fix=meant(self.effort, GAPS),
+                where="effort (--effort)",
+            )
         if self.objective not in OBJECTIVES:
             raise InputError(
                 f"objective {self.objective!r}",
                 expected="one of " + ", ".join(OBJECTIVES),
+                fix=meant(self.objective, OBJECTIVES),
                 where="objective (--objective)",
             )
         limit_s, within_s = self.time_limit_s, self.step_within_s

@@ -16,6 +16,7 @@ from autopar.search.polish import leanest
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.space import Point
+from autopar.search.starts import GRID
 from autopar.units import format_bytes, format_seconds
 
 TRIED, FEW = 24, 4
@@ -39,6 +40,8 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
             fix="give the search more time (--time-limit)",
             where="search",
         )
+    if not result.certificate.points:
+        return _outside(problem, result.strategy)
     least, asked = least_memory(problem), problem.asked.text()
     where = f"{problem.cluster} with {asked}" if asked else f"{problem.cluster}"
     if least is None:
@@ -60,6 +63,18 @@ def explain_infeasible(problem: Problem, result: SearchResult) -> PlanError:
         expected=_parts(problem, least, problem.predict(least.candidate)),
         fix=_fixes(problem, least),
         where="cluster",
+    )
+
+
+def _outside(problem: Problem, strategy: str) -> PlanError:
+    """That a strategy looks at no plan that keeps what is asked for."""
+    asked = problem.asked.text()
+    return PlanError(
+        f"strategy {strategy} covers no plan on {problem.cluster}"
+        + (f" with {asked}" if asked else ""),
+        expected=f"what it covers: {GRID}",
+        fix="search with exact, which covers these and others",
+        where="search",
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from autopar.search.bounds import Bounds
 from autopar.search.closing import close
 from autopar.search.exact import FEW_UNITS, as_asked, best_candidate, even_candidate
+from autopar.search.first import first_plan
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Certificate, Interruptible, SearchResult, others
 from autopar.search.space import Point
@@ -74,6 +75,8 @@ def search(
                 best = outcome if best is None or outcome.step_s < best.step_s else best
         best = recut(problem, bounds, best, found, begun + time_limit_s)
     complete = complete and not walk.interrupted
+    if best is None and not complete:
+        best = first_plan(problem, bounds)
     return unproven("mcmc", problem, best, found, len(points), begun, complete=complete)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.search.bounds import Bounds
+from autopar.search.first import first_plan
 from autopar.search.mcmc import State, evaluate, experts, recut, unproven
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Interruptible, SearchResult
@@ -65,6 +66,8 @@ def search(
             policy.learn(state, baseline - loss)
         best = recut(problem, bounds, best, found, begun + time_limit_s)
     complete = complete and not walk.interrupted
+    if best is None and not complete:
+        best = first_plan(problem, bounds)
     return unproven("rl", problem, best, found, len(points), begun, complete=complete)
 
 

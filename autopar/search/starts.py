@@ -15,6 +15,13 @@ FEW_SAMPLES = 2
 """Most samples of a microbatch on a rank of a pipeline."""
 
 
+GRID = (
+    "ranks of data with ZeRO 0 to 3; or ZeRO 0 or 1, a tensor axis (megatron or megatron_sp) inside"
+    " of data ranks, and stages outside of them, by 1f1b or interleaved_1f1b with 2 chunks"
+)
+"""What `is_expert` says, in words."""
+
+
 def is_expert(point: Point) -> bool:
     """Whether experts would try a point.
 

@@ -10,15 +10,17 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_models.cluster import ClusterSpec
+from autopar.errors import PlanError
 from autopar.presets.registry import build
 from autopar.search import exact, ilp
 from autopar.search.bounds import Bounds
-from autopar.search.find import STRATEGIES, Request
+from autopar.search.find import STRATEGIES, Request, find
 from autopar.search.finish import shortfall_notes
 from autopar.search.others import runners_up
 from autopar.search.problem import Problem
 from autopar.search.space import Point
 from autopar.search.stage_cut import cheapest_sum, least_bottleneck
+from autopar.sharding.mesh import Mesh
 from autopar.trace import trace
 from tests.unit.search.problems import traced
 
@@ -102,6 +104,25 @@ def test_the_integer_program_agrees_with_intervals(seed: int):
     cut = cheapest_sum(stages.intervals, weights, weights, bottleneck * (1 + 1e-9))
     assert chosen is not None and cut is not None
     assert sum(column.seconds for column in chosen) == pytest.approx(cut.value, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_without_any_time_there_is_a_plan_and_an_honest_gap(strategy: str):
+    problem = problem_of("mlp", 2, 0, 2, "2xcpu")
+    found = STRATEGIES[strategy](problem, Request(time_limit_s=0.0))
+    assert found.best is not None and found.best.fits and not found.certificate.complete
+    best = exact.search(problem.like()).best
+    assert best is not None and found.certificate.bound_s <= best.step_s * (1 + 1e-9)
+    assert 0 < found.gap <= 1 and found.best.step_s <= 1.5 * best.step_s
+
+
+@pytest.mark.parametrize("strategy", ["expert", "dp", "ilp"])
+def test_what_lies_outside_of_a_grid_is_told_with_the_grid(strategy: str):
+    found, cluster = traced("mlp", 2, 0, 2), ClusterSpec.parse("2xcpu")
+    with pytest.raises(PlanError, match="no plan on 2xcpu with mesh pp=2, schedule=zbv") as caught:
+        find(found.graph, found.loss, cluster, constraints={"schedule": "zbv"},
+             mesh=Mesh.parse("pp=2"), request=Request(strategy=strategy))  # fmt: skip
+    assert "interleaved_1f1b with 2 chunks" in str(caught.value) and "exact" in str(caught.value)
 
 
 def test_a_gap_above_the_goal_is_told_with_its_reason():
