@@ -248,7 +248,7 @@ def search(
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec = _cluster(cluster)
     assert spec is not None
-    given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True)
+    given = resolve(constraints, _mesh(mesh), spec.num_devices, search=True, call=(args, kwargs))
     kept = asked_of_search(given.constraints)
     request = Request(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, objective=objective,
@@ -318,7 +318,7 @@ def plan_and_predict(
     _check_call(args, kwargs, ("args", "kwargs"))
     traced = trace(model, tuple(args), dict(kwargs or {}), loss_fn)
     spec, axes = _cluster(cluster), _mesh(mesh)
-    given = resolve(constraints, axes, spec.num_devices if spec else None)
+    given = resolve(constraints, axes, spec.num_devices if spec else None, call=(args, kwargs))
     axes, constraints = given.mesh, given.constraints
     traced = replace(traced, notes=(*traced.notes, *given.notes))
     kept = kept_by_search(constraints, cluster=spec is not None, mesh=axes is not None)

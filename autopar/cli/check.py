@@ -14,6 +14,7 @@ from autopar.cli import options as shared
 from autopar.cli import sizes
 from autopar.errors import InputError
 from autopar.imports import Imported, read_config
+from autopar.imports.read import samples
 
 if TYPE_CHECKING:
     from autopar.check import Report
@@ -81,7 +82,7 @@ def _check(
     batch = options.global_batch_size or setting.batch()
     seq = options.seq_len or setting.seq_len
     name, (model, args, kwargs, loss_fn) = _model(options, setting, batch, seq)
-    batch = batch or sizes.samples(args, kwargs)
+    batch = batch or samples(args, kwargs)
     if batch is None:
         raise InputError("the batch size is not known", fix="say --global-batch-size N")
     if seq is None and options.model is None:

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = None
     if sizes.may_differ(options):
         loaded = _load(options)
-        options.global_batch_size = sizes.samples(loaded.args, loaded.kwargs)
+        sizes.take_from(options, loaded.args, loaded.kwargs)
     else:
         sizes.fill_in(options)
     kept = shared.read_search(options)  # before torch is imported
@@ -166,6 +166,9 @@ def _search(
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted before a plan was found", file=sys.stderr)
+        return 130
     finally:
         progress.end()
     more = _runners_up(found, options.top)

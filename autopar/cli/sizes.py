@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cli import options as shared
 from autopar.errors import InputError
 from autopar.imports.imported import Imported
-from autopar.imports.read import Own, on_devices, read_constraints
+from autopar.imports.read import Own, on_devices, read_constraints, samples, shape
 from autopar.sharding.mesh import Mesh
 
 
@@ -65,29 +65,26 @@ def _refuse_other(
         )
 
 
-def samples(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Samples of a call: the first dim of its first tensor; None if there is none.
-
-    Args:
-        args: Positional arguments of the model.
-        kwargs: Keyword arguments.
-    """
-    known = (shape(value) for value in (*args, *kwargs.values()))
-    return next((sizes[0] for sizes in known if sizes), None)
-
-
 def tokens(args: Sequence[Any]) -> int | None:
     """Tokens of a sample of language models, whose first argument is (batch, tokens)."""
     sizes = shape(args[0]) if args else ()
     return sizes[1] if len(sizes) == 2 else None
 
 
-def shape(value: Any) -> tuple[int, ...]:
-    """Sizes of a tensor; of anything else none."""
-    return tuple(getattr(value, "shape", ()))
-
-
 def may_differ(options: argparse.Namespace) -> bool:
     """Whether a file may say another batch than a model has that a function makes."""
     given = options.constraints
     return is_function(options.model) and shared.names_file(given) and Path(given).is_file()
+
+
+def take_from(options: argparse.Namespace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Take the batch from a call of the model, where `may_differ`.
+
+    Args:
+        options: Those of ``autopar plan``; ``global_batch_size`` is set.
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments.
+    """
+    found = read_constraints(options.constraints)
+    stated = None if isinstance(found, Own) else found.global_batch
+    options.global_batch_size = samples(args, kwargs, stated=stated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,7 @@ def resolve(
     *,
     search: bool = False,
     batch: int | None = None,
+    call: tuple[Sequence[Any], Mapping[str, Any] | None] | None = None,
 ) -> Resolved:
     """Constraints with what their file says instead of its name.
 
@@ -172,6 +173,7 @@ def resolve(
         num_devices: Devices to plan for; None if not known but by `mesh`, or by the file.
         search: Whether a search is to keep what the file says and choose the rest.
         batch: Samples of a step, if not those of the file.
+        call: Arguments of a call of the model with a step's samples, to tell them by.
 
     Raises:
         AutoparError: If the file is wrong, or does not fit the devices.
@@ -183,6 +185,8 @@ def resolve(
     if isinstance(found, Own):
         return Resolved(mesh=mesh, constraints=found.constraints)
     found = on_devices(found, mesh, num_devices)
+    if batch is None and call is not None:
+        batch = samples(*call, stated=found.global_batch)
     if mesh is None and (found.parallel or not search):
         mesh = found.mesh()
     kept = _searchable(found, mesh) if search else found.constraints(batch)
@@ -191,6 +195,26 @@ def resolve(
         other = f"says {found.global_batch:,} samples a step, and the model is given {batch:,}"
         notes = (f"{found.where}: {other}, for which the plan is", *notes)
     return Resolved(mesh=mesh, constraints=kept, notes=notes, imported=found)
+
+
+def samples(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, stated: int | None = None
+) -> int | None:
+    """Samples of a call: the first dim of its first tensor; None if there is none.
+
+    Args:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments.
+        stated: What a configuration says: this, if it is one of the first two dims.
+    """
+    known = (shape(value) for value in (*args, *(kwargs or {}).values()))
+    sizes = next(filter(None, known), ())
+    return stated if stated in sizes[:2] else sizes[0] if sizes else None
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """Sizes of a tensor; of anything else none."""
+    return tuple(getattr(value, "shape", ()))
 
 
 def on_devices(found: Imported, mesh: Mesh | None, num_devices: int | None) -> Imported:

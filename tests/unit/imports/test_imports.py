@@ -343,6 +343,28 @@ def test_a_mesh_beside_a_file_says_how_many_data_ranks_there_are(tmp_path: Path)
     assert "says 64 samples a step, and the model is given 32" in other.notes[0]
 
 
+class Sized:
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "batch"),
+    [
+        ((Sized(32, 7),), None, 32),
+        ((3, Sized(), None), {"x": Sized(32, 7)}, 32),
+        ((Sized(7, 64),), {}, 64),  # tokens first
+        ((), {}, 64),
+    ],
+)
+def test_a_call_says_how_many_samples_there_are(tmp_path: Path, args, kwargs, batch: int):
+    text = '{"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}'
+    file = str(written(tmp_path, "ds.json", text))
+    found = resolve(file, None, 4, call=(args, kwargs))
+    assert isinstance(found.constraints, dict) and found.constraints["microbatches"] == batch // 8
+    assert any("is given" in note for note in found.notes) == (batch != 64)
+
+
 def test_a_file_as_constraints_of_a_plan():
     import torch
 
