@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 
 from autopar.search.bounds import Bounds
 from autopar.search.exact import best_candidate
 from autopar.search.problem import Outcome, Problem
-from autopar.search.result import SearchResult, others
+from autopar.search.result import Interruptible, SearchResult, others
+from autopar.search.space import Point
 from autopar.search.starts import first_bounds
 
-LIMIT_S = 5.0
+LIMIT_S = 6.0
 """Seconds in which more plans are priced than a search needed."""
+GROUPS, PRICED = 4, 2
+"""Groups of points that are looked at together, and plans to price for each that is missing."""
 
 
 def runners_up(
@@ -35,42 +39,56 @@ def runners_up(
     assert result.best is not None
     known = result.alternatives
     if len(known) < count and result.strategy == "exact" and result.certificate.complete:
-        known = _more(problem, result.best, known, count, time.monotonic() + time_limit_s)
+        with Interruptible(lambda: True):
+            known = _more(problem, result.best, known, count, time_limit_s)
     return known[:count]
 
 
 def _more(
-    problem: Problem, best: Outcome, known: Iterable[Outcome], count: int, deadline_s: float
+    problem: Problem, best: Outcome, known: Iterable[Outcome], count: int, limit_s: float
 ) -> tuple[Outcome, ...]:
-    """The same with plans of other points, those of the least bounds first."""
-    bounds, found = Bounds(problem), list(known)
+    """The same with plans of other points: of every mesh the one of the least bound, and so on."""
+    begun, bounds, found = time.monotonic(), Bounds(problem), list(known)
     tried = {best.candidate.point, *(item.candidate.point for item in found)}
-    left = [(bound, 0, number, group)
-            for number, (group, bound) in enumerate(first_bounds(bounds).items())]  # fmt: skip
-    heapq.heapify(left)
-    order = len(left)
-    while left and len(found) < count and time.monotonic() < deadline_s:
-        bound, level, _, point = heapq.heappop(left)
-        if math.isinf(bound):
-            break
-        if level == 2:
+    enough = count + (PRICED - 1) * (count - len(found))
+    for row in zip_longest(*_by_mesh(bounds, tried)):
+        tight = sorted(
+            (bounds.cut(point), point)
+            for point in row
+            if point is not None and time.monotonic() < begun + limit_s / 2
+        )
+        for bound, point in tight:
+            if math.isinf(bound) or len(found) >= enough or time.monotonic() > begun + limit_s:
+                break
             outcome, _ = best_candidate(problem, bounds, point)
             found += [] if outcome is None else [outcome]
-            continue
-        if level == 1:
-            following = [(max(bound, bounds.cut(point)), point)]
-        else:
-            members = tuple(problem.space.members(point))
-            following = [
-                (max(bound, bounds.cheap(member)), member)
-                for member in members
-                if member not in tried
-                and not (  # the other order of axes takes the same
-                    member.data_outside
-                    and problem.orders_alike(member)
-                    and replace(member, data_outside=False) in members
-                )
-            ]
-        for tighter, other in following:
-            heapq.heappush(left, (tighter, level + 1, order := order + 1, other))
+        if len(found) >= count or not tight:
+            break
     return others(found, best)
+
+
+def _by_mesh(bounds: Bounds, tried: Container[Point]) -> list[Iterator[Point]]:
+    """Points of every mesh, those of small bounds first; the best mesh first."""
+    groups = defaultdict[object, list[Point]](list)
+    for _, group in sorted((bound, group) for group, bound in first_bounds(bounds).items()):
+        groups[group.pipeline, group.tensor, group.role].append(group)
+    return [_near(bounds, mine, tried) for mine in groups.values()]
+
+
+def _near(bounds: Bounds, groups: list[Point], tried: Container[Point]) -> Iterator[Point]:
+    """Points of groups in about the order of their bounds."""
+    for first in range(0, len(groups), GROUPS):
+        members = [point for group in groups[first : first + GROUPS]
+                   for point in _members(bounds.problem, group) if point not in tried]  # fmt: skip
+        for bound, point in sorted((bounds.cheap(point), point) for point in members):
+            if math.isfinite(bound):
+                yield point
+
+
+def _members(problem: Problem, group: Point) -> Iterator[Point]:
+    """Points of a group, one of two that differ in an order of axes that does not matter."""
+    members = tuple(problem.space.members(group))
+    for point in members:
+        twin = replace(point, data_outside=False)
+        if point == twin or twin not in members or not problem.orders_alike(point):
+            yield point

@@ -184,7 +184,7 @@ def test_gaps_on_gpt3(record_property: Callable[[str, object], None]):
 @pytest.mark.parametrize(
     "strategy",
     ["exact", "mcmc", *(pytest.param(name, marks=pytest.mark.long)
-                        for name in ("rl", "expert", "dp", "exhaustive"))],
+                        for name in ("rl", "expert", "dp", "ilp", "exhaustive"))],
 )  # fmt: skip
 def test_ctrl_c_ends_with_the_best_so_far(strategy: str, monkeypatch: pytest.MonkeyPatch):
     problem = problem_of("mlp", 2, 2, 8, "4xcpu")
