@@ -131,7 +131,7 @@ def test_channels_of_a_convolution_by_name():
         ({"mesh": {"dp": 2, "tp": 2}}, ("hold a mesh", "say --mesh dp=2,tp=2 (in Python mesh=")),
         ("zero=1,mesh=dp=2,tp=4,chunks=2", ("hold a mesh", "say --mesh dp=2,tp=4 (")),
         ({"zeroo": 1}, ("cannot read constraint 'zeroo': 1", "did you mean 'zero'?")),
-        ({"schedul": "1f1b"}, ("on mesh axis '1f1b'", "did you mean 'schedule'?")),
+        ({"schedulex": "1f1b"}, ("on mesh axis '1f1b'", "did you mean 'schedule'?")),
         ("zero=1,schedule=zbw", ("unknown schedule 'zbw'", "did you mean 'zbv'?")),
         ("cuts=a,b,zero=1", ("cannot read 'b'", "join the parts of a list with +: cuts=a+b")),
         ("zero=1,placements=a:whole+b:split,c:whole",
