@@ -346,11 +346,11 @@ def _links(state: _State) -> None:
     only receives, so that large ones are several times as fast as a collective of as many bytes.
     """
     samples = state.of(*COLLECTIVES)
-    if state.cluster.hardware(0).kind == "cpu":
-        samples = [item for item in samples if item.work != "send"]
     if not samples:
         return
     sent = [sent_bytes(_kind(item), item.sizes[0], item.ranks) / item.seconds for item in samples]
+    if state.cluster.hardware(0).kind == "cpu":
+        samples = [item for item in samples if item.work != "send"]
     for key in ("gb_per_s_per_direction", "peer_gb_per_s_per_direction"):
         state.put(f"link.{key}", _LINK_HEADROOM * max(sent) / GB)
     for _ in range(_LINK_ROUNDS):  # the best algorithm follows from the figures, and back

@@ -195,3 +195,17 @@ def test_a_gpu_is_found_in_the_catalogue():
     assert found.cluster.device.startswith("H100")
     with pytest.raises(ClusterError, match="no device 'NVIDIA Nonsense'"):
         calibrate(Machine(samples=(), device="NVIDIA Nonsense", cores=0), source=SOURCE)
+
+
+def test_messages_of_cores_do_not_move_what_collectives_reach():
+    """They copy half as much: one rank only sends, the other only receives."""
+    machine = timed(TRUTH)
+    fast = tuple(
+        Sample(**{**vars(item), "seconds": item.seconds / 3}) if item.work == "send" else item
+        for item in machine.samples
+    )
+    wanted = [item for item in machine.samples if item.work in COLLECTIVES and item.work != "send"]
+    found = calibrate(Machine(samples=fast), source=SOURCE)
+    again = predicted(wanted, found.cluster)
+    assert again == pytest.approx([item.seconds for item in wanted], rel=0.03)
+    assert not any(item.at_edge for item in found.constants if "link" in item.path)
