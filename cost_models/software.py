@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from autopar.cost_models.implementation import Implementation
-from autopar.errors import InputError
+from autopar.errors import InputError, meant
 
 if TYPE_CHECKING:
     from autopar.cost_models.compute import Generation
@@ -333,7 +333,11 @@ def stack(name: str, known: Mapping[str, SoftwareStack] | None = None) -> Softwa
     """
     known = stacks() if known is None else known
     if name not in known:
-        raise InputError(f"unknown software stack {name!r}", expected=", ".join(sorted(known)))
+        raise InputError(
+            f"unknown software stack {name!r}",
+            expected=", ".join(sorted(known)),
+            fix=meant(name, known),
+        )
     return known[name]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
-from autopar.errors import InputError
+from autopar.errors import InputError, meant
 from autopar.imports.imported import Remark
 from autopar.plan.advice import mending
 from autopar.plan.shapes import shown
@@ -95,10 +95,11 @@ class Document:
         if value is None or value == AUTO:
             return None
         if not isinstance(value, str) or (known and value.lower() not in known):
-            raise self.wrong(path, value, "one of " + ", ".join(known) if known else "a word")
+            expected = "one of " + ", ".join(known) if known else "a word"
+            raise self.wrong(path, value, expected, meant(value, known))
         return value.lower() if known else value
 
-    def wrong(self, path: Path, value: object, expected: str) -> InputError:
+    def wrong(self, path: Path, value: object, expected: str, fix: str | None = None) -> InputError:
         """The error that says what is wrong with a key, and on which line."""
         shown = json.dumps(value, default=str)
         if len(shown) > 60:
@@ -106,6 +107,7 @@ class Document:
         return InputError(
             f"{'.'.join(path)} is {shown}",
             expected=expected,
+            fix=fix,
             where=at_line(self.where, self.line_of(path)),
         )
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.errors import InputError
+from autopar.errors import InputError, meant
 from autopar.imports.document import at_line
 
 _DEPTH = 8
@@ -213,13 +213,13 @@ class Flags:
         if flag is None or flag.value.lower() in ("none", "null"):
             return None
         if known and flag.value not in known:
-            raise self.wrong(flag, "one of " + ", ".join(known))
+            raise self.wrong(flag, "one of " + ", ".join(known), meant(flag.value, known))
         return flag.value
 
-    def wrong(self, flag: Flag, expected: str) -> InputError:
+    def wrong(self, flag: Flag, expected: str, fix: str | None = None) -> InputError:
         """The error that says what is wrong with an argument, and on which line."""
         unset = re.search(r"\$\{?([A-Za-z_]\w*|\d)\}?", flag.value)
-        why, fix = "", None
+        why = ""
         if unset and unset[1] in self.commands:
             line, command = self.commands[unset[1]]
             why = f", and line {line} sets {unset[1]} by the command {command}"

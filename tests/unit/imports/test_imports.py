@@ -138,6 +138,7 @@ def test_nothing_is_dropped(tmp_path):
         ("a.toml", '[model]\nflavor = "8B"\n[training]\nseq_len = "long"', "training.seq_len", 4),
         ("a.toml", '[model]\nflavor = = "8B"', "no TOML", 2),
         ("a.yaml", "distributed_type: FSDP\nmixed_precision: half", "mixed_precision is", 2),
+        ("a.yaml", "distributed_type: FSPD", "did you mean 'fsdp'", 1),
         ("a.yaml", "distributed_type: [", "no YAML", 1),
         ("a.sh", "--micro-batch-size 1 \\\n --num-layers few \\\n", "--num-layers is 'few'", 2),
         ("a.sh", "--micro-batch-size $MBS", "nothing sets \\$MBS", 1),
