@@ -25,6 +25,8 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
     """
     begun = time.monotonic()
     best: Outcome | None = None
+    if math.isfinite(time_limit_s):  # something to have when time is up
+        best = first_plan(problem, Bounds(problem))
     complete, points = True, 0
     with Interruptible(lambda: best is not None) as walk:
         for point in problem.space.points():
@@ -39,8 +41,6 @@ def search(problem: Problem, *, time_limit_s: float = math.inf) -> SearchResult:
                 if outcome is not None and outcome.fits:
                     best = outcome if best is None or outcome.step_s < best.step_s else best
     complete = complete and not walk.interrupted
-    if best is None and not complete:
-        best = first_plan(problem, Bounds(problem))
     bound = best.step_s if best is not None else math.inf
     return SearchResult(
         best=best,
