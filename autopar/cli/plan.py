@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if options.top < 0:
         raise InputError(f"--top {options.top}", expected="a number of plans from 0")
     loaded = None
-    if sizes.may_differ(options):
+    if sizes.may_differ(options.model, options.constraints):
         loaded = _load(options)
         sizes.take_from(options, loaded.args, loaded.kwargs)
     else:

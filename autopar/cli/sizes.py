@@ -71,17 +71,22 @@ def tokens(args: Sequence[Any]) -> int | None:
     return sizes[1] if len(sizes) == 2 else None
 
 
-def may_differ(options: argparse.Namespace) -> bool:
-    """Whether a file may say another batch than a model has that a function makes."""
-    given = options.constraints
-    return is_function(options.model) and shared.names_file(given) and Path(given).is_file()
+def may_differ(model: str, constraints: str | None) -> bool:
+    """Whether a file may say another batch than a model has that a function makes.
+
+    Args:
+        model: What names the model.
+        constraints: What ``--constraints`` says.
+    """
+    there = shared.names_file(constraints) and Path(constraints or "").is_file()
+    return is_function(model) and there
 
 
 def take_from(options: argparse.Namespace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Take the batch from a call of the model, where `may_differ`.
 
     Args:
-        options: Those of ``autopar plan``; ``global_batch_size`` is set.
+        options: Those of a command; ``global_batch_size`` is set.
         args: Positional arguments of the model.
         kwargs: Keyword arguments.
     """

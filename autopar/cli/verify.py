@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli import options as shared
+from autopar.cli import sizes
 from autopar.errors import InputError
 from autopar.plan.plan import Plan
 
@@ -56,6 +57,11 @@ def run(options: argparse.Namespace) -> int:
             )
         plan = Plan.load(plans[0])
     else:
+        if sizes.may_differ(target, options.constraints):
+            from autopar.runtime.loader import load_model
+
+            call = load_model(target)
+            sizes.take_from(options, call.args, call.kwargs)
         mesh, constraints = shared.read_choices(options)
 
     from autopar import api

@@ -150,7 +150,8 @@ def test_sizes_of_a_configuration_are_those_of_the_step(
     assert (options.global_batch_size, options.seq_len) == sizes
     own = parser.parse_args(["file.py:build", "--cluster", "8xA100", "--constraints", str(file)])
     fill_in(own)
-    assert own.global_batch_size is None and may_differ(own)
+    assert own.global_batch_size is None and may_differ("file.py:build", str(file))
+    assert not may_differ("gpt2", str(file)) and not may_differ("file.py:build", "zero=1")
 
 
 def test_what_is_said_twice_is_refused():
