@@ -172,13 +172,14 @@ def _search(
     finally:
         progress.end()
     more = _runners_up(found, options.top)
-    plan = found.plan
+    plan, changes = found.plan, list(found.changes)
     if options.what_if:
         from autopar.search.told import with_changes
         from autopar.search.whatif import front, sensitivity
 
-        changes = [*sensitivity(found.problem), *front(found.problem)]
+        changes += [*sensitivity(found.problem), *front(found.problem)]
         plan = with_changes(plan, changes)
+    if changes:
         more += _what_if(found, changes)
     _write(options, plan, more)
     return 0

@@ -305,7 +305,7 @@ def _search(
             state.price_experts(first)
         complete = not pricing.interrupted
         state.best = _most_usual(state)
-    if state.best is not None and op_level:
+    if state.best is not None and useful and op_level:
         with Interruptible(lambda: True) as refining:
             state.best = refine(problem, state.best, begun + time_limit_s)
         complete = complete and not refining.interrupted
