@@ -7,11 +7,11 @@ that begins with ``!`` takes ops out again; the last pattern that matches an op 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import translate
 from functools import lru_cache
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, meant
 from autopar.graph.blocks import find_blocks
 from autopar.graph.ir import Graph, Node
 from autopar.graph.views import VIEWS
@@ -100,6 +100,15 @@ def node_patterns(graph: Graph, names: Collection[str]) -> tuple[str, ...]:
     return tuple(_fold(graph, {i for i, node in enumerate(graph.nodes) if node.name in names}))
 
 
+def _usual(keys: Sequence[str]) -> Iterator[str]:
+    """Patterns over op keys that people are likely to mean: of all ops of a module, and keys."""
+    paths = {key.partition("/")[0] for key in keys}
+    yield from sorted(f"{path}/*" for path in paths)
+    outer = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."}
+    yield from sorted(f"{path}.*" for path in outer)
+    yield from keys
+
+
 def _match(keys: Sequence[str], patterns: Sequence[str], where: str) -> set[str]:
     chosen: set[str] = set()
     for position, pattern in enumerate(patterns):
@@ -112,6 +121,7 @@ def _match(keys: Sequence[str], patterns: Sequence[str], where: str) -> set[str]
                 expected="a pattern over op keys such as " + repr(keys[len(keys) // 2])
                 if keys
                 else None,
+                fix=meant(pattern, (*POLICIES, *_usual(keys))),
                 where=f"{where}[{position}]",
             )
         chosen = chosen - hits if drop else chosen | hits

@@ -23,6 +23,7 @@ from autopar.plan.extras import (
 )
 from autopar.plan.parts import PipelinePlan, ZeroPlan
 from autopar.plan.placements import Wanted, read_placements
+from autopar.schedules.make import SCHEDULES
 from autopar.sharding.mesh import MICROBATCH, Mesh
 
 MODEL = ("heads", "kv_heads", "group", "ffn", "vocab", "experts")
@@ -199,7 +200,9 @@ def _splits(
         raise PlanError(
             f"unknown strategy {strategy!r}",
             expected="one of " + ", ".join(STRATEGIES) + ", or a map from factor to axis",
-            fix=meant(strategy, STRATEGIES),
+            fix=f"{strategy} is a schedule: say schedule={strategy}"
+            if strategy in SCHEDULES
+            else meant(strategy, STRATEGIES),
         )
     return _named(strategy, rest)
 
