@@ -214,6 +214,7 @@ def search(
     time_limit_s: float | None = None,
     objective: str = "time",
     step_within_s: float | None = None,
+    top: int = 0,
     seed: int = 0,
     on_progress: Callable[[str], None] | None = None,
 ) -> Found:
@@ -226,15 +227,14 @@ def search(
         kwargs: Its keyword arguments.
         loss_fn: See `compile`.
         mesh: A mesh of axes ``pp``, ``dp`` and ``tp`` to keep; chosen by default.
-        constraints: What else to keep, as in `compile` (``zero``, ``cuts``, factors ...), or
-            a configuration's file; the rest is chosen.
+        constraints: What else to keep, as in `compile`, or a configuration's file.
         optimizer: Name of the optimizer.
         strategy: ``exact``, ``expert``, ``mcmc``, ``rl`` or, for small problems, ``exhaustive``.
         effort: ``normal`` stops at a proven gap of 1 %, ``high`` at 0.5 %.
         time_limit_s: Seconds after which to stop with what there is.
-        objective: What is to be least: a step's ``time``, or on part of the cluster ``devices`` or
-            ``cost`` per token.
+        objective: Least is a step's ``time`` or, on part of the cluster, ``devices`` or ``cost``.
         step_within_s: Seconds that a step may take at most where it is not to be least.
+        top: Runners-up that are wanted, beyond those that the search has priced anyway.
         seed: Of strategies that draw numbers.
         on_progress: Called with a line about what is going on.
 
@@ -252,7 +252,7 @@ def search(
     kept = asked_of_search(given.constraints)
     request = Request(
         strategy=strategy, effort=effort, time_limit_s=time_limit_s, objective=objective,
-        step_within_s=step_within_s, seed=seed, on_progress=on_progress, ahead=True,
+        step_within_s=step_within_s, top=top, seed=seed, on_progress=on_progress, ahead=True,
     )  # fmt: skip
     traced = replace(traced, notes=(*traced.notes, *given.notes))
     return find_plan(traced, spec, given.mesh, kept, optimizer, request)

@@ -26,6 +26,8 @@ NO_FIT = (
     "`autopar profile -o cluster.yaml` measures this machine, and --cluster cluster.yaml plans "
     "for it"
 )
+TOP = 3
+"""Runners-up that are printed where nobody says how many."""
 NO_LOSS = (
     "note: no time and no memory is predicted, as the model returns no loss, so that there is no "
     "backward to price: return a scalar, or give loss_fn beside the model"
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of searches that draw numbers")
     parser.add_argument(
-        "--top", type=int, default=3, metavar="K", help="runners-up to print (default: 3)"
+        "--top", type=int, metavar="K", help=f"runners-up to print (default: {TOP}, of those known)"
     )
     parser.add_argument(
         "--what-if",
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, save, print."""
-    if options.top < 0:
+    if options.top is not None and options.top < 0:
         raise InputError(f"--top {options.top}", expected="a number of plans from 0")
     loaded = None
     if sizes.may_differ(options.model, options.constraints):
@@ -156,6 +158,7 @@ def _search(
             time_limit_s=options.time_limit,
             objective=options.objective,
             step_within_s=options.step_within,
+            top=options.top or 0,
             seed=options.seed,
             on_progress=progress,
         )
@@ -171,7 +174,7 @@ def _search(
         return 130
     finally:
         progress.end()
-    more = _runners_up(found, options.top)
+    more = _runners_up(found, TOP if options.top is None else options.top)
     plan, changes = found.plan, list(found.changes)
     if options.what_if:
         from autopar.search.told import with_changes
@@ -204,16 +207,14 @@ def _what_if(found: Found, changes: list[Change]) -> list[str]:
 
 def _runners_up(found: Found, count: int) -> list[str]:
     """The best other plans, and why they lost."""
-    from autopar.search.others import runners_up
-
     result = found.result
     assert result.best is not None
     lines = ["runners-up (predicted)"]
-    for item in runners_up(found.problem, result, count):
+    for item in result.alternatives[:count]:
         slower = item.step_s / result.best.step_s - 1
         lines.append(f"  {item.candidate.point.text()}: {item.step_s:.4g} s, {slower:+.1%}")
     if len(lines) == 1:
-        lines = []
+        lines = ["runners-up: none was priced (--top K prices some)"] if count else []
     proof = result.certificate
     if proof.bound_s > 0:
         reasons = ", ".join(f"{count:,} by {name}" for name, count in proof.pruned.items() if count)

@@ -19,6 +19,7 @@ from autopar.search.asked import Asked
 from autopar.search.finish import certificate_note, finish, shortfall_notes
 from autopar.search.infeasible import LIMIT_S, alone, explain_infeasible
 from autopar.search.objective import OBJECTIVES, TIME, changes, choose
+from autopar.search.others import with_others
 from autopar.search.problem import Problem
 from autopar.search.result import Interruptible, SearchResult
 from autopar.search.whatif import Change
@@ -52,6 +53,7 @@ class Request:
         objective: What is to be least, one of `OBJECTIVES`: ``time`` of a step on all devices,
             ``devices``, or ``cost`` per token.
         step_within_s: Seconds that a step may take at most where it is not to be least.
+        top: Other plans that are wanted, beyond those that the search has priced anyway.
         below_s: Seconds from which on a plan is of no use.
     """
 
@@ -63,6 +65,7 @@ class Request:
     ahead: bool = False
     objective: str = TIME
     step_within_s: float | None = None
+    top: int = 0
     below_s: float = math.inf
 
     def refuse_wrong(self) -> None:
@@ -214,6 +217,7 @@ def find(
     result = strategy(problem, request)
     if result.best is None:
         raise explain_infeasible(problem, result)
+    result = with_others(problem, result, request.top)
     limit_s = _limit_s(request)
     told = (
         *shortfall_notes(result, GAPS[request.effort], limit_s),
@@ -248,7 +252,8 @@ def _on_a_part(problem: Problem, request: Request, notes: tuple[str, ...]) -> Fo
         within_s=within_s, limit_s=_limit_s(request), gap=GAPS[request.effort],
     )  # fmt: skip
     told = (*notes, *format_notes(problem.graph, chosen.problem.cluster), *chosen.notes)
-    return replace(_found(chosen.problem, chosen.result, told), changes=tuple(changes(chosen)))
+    result = with_others(chosen.problem, chosen.result, request.top)
+    return replace(_found(chosen.problem, result, told), changes=tuple(changes(chosen)))
 
 
 def _found(problem: Problem, result: SearchResult, notes: tuple[str, ...]) -> Found:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from autopar.search.bounds import Bounds
-from autopar.search.exact import best_candidate
+from autopar.search.exact import TIE, best_candidate
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import Interruptible, SearchResult, others
 from autopar.search.space import Point
@@ -42,6 +42,23 @@ def runners_up(
         with Interruptible(lambda: True):
             known = _more(problem, result.best, known, count, time_limit_s)
     return known[:count]
+
+
+def with_others(problem: Problem, result: SearchResult, count: int) -> SearchResult:
+    """The result of a search with so many runners-up; one that proves faster is the best, then.
+
+    Args:
+        problem: The problem.
+        result: A search of it that found a plan.
+        count: How many plans are wanted.
+    """
+    assert result.best is not None
+    known = runners_up(problem, result, count)
+    if len(known) <= len(result.alternatives):
+        return result
+    fastest = min((result.best, *known), key=lambda item: item.step_s)
+    best = fastest if fastest.step_s < result.best.step_s * (1 - TIE) else result.best
+    return replace(result, best=best, alternatives=others((result.best, *known), best))
 
 
 def _more(
