@@ -251,8 +251,13 @@ def _on_a_part(problem: Problem, request: Request, notes: tuple[str, ...]) -> Fo
         problem, run, request.objective,
         within_s=within_s, limit_s=_limit_s(request), gap=GAPS[request.effort],
     )  # fmt: skip
-    told = (*notes, *format_notes(problem.graph, chosen.problem.cluster), *chosen.notes)
     result = with_others(chosen.problem, chosen.result, request.top)
+    told = (
+        *shortfall_notes(result, GAPS[request.effort], chosen.limit_s),
+        *notes,
+        *format_notes(problem.graph, chosen.problem.cluster),
+        *chosen.notes,
+    )
     return replace(_found(chosen.problem, result, told), changes=tuple(changes(chosen)))
 
 

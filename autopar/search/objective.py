@@ -61,12 +61,14 @@ class Chosen:
     Attributes:
         problem: The problem on that part.
         result: Its search.
+        limit_s: Seconds that this search might take.
         parts: All parts that were searched, in their order.
         notes: What people should know of the choice.
     """
 
     problem: Problem
     result: SearchResult
+    limit_s: float
     parts: tuple[Part, ...]
     notes: tuple[str, ...]
 
@@ -83,14 +85,14 @@ class _Search:
     gap: float
     deadline_s: float
     parts: list[Part] = field(default_factory=list)
-    chosen: tuple[Problem, SearchResult] | None = None
+    chosen: tuple[Problem, SearchResult, float] | None = None
     ended: bool = True
 
     def may_take_s(self, cluster: ClusterSpec) -> float:
         """What a step on a part may take to be better than the best."""
         most = math.nextafter(self.within_s, math.inf)
         if self.objective == COST and self.chosen is not None:
-            problem, result = self.chosen
+            problem, result, _ = self.chosen
             assert result.best is not None
             cost = result.best.step_s * price_of(problem.cluster)
             most = min(most, cost * (1 - self.gap) / price_of(cluster))
@@ -133,7 +135,7 @@ class _Search:
         if not proof.complete and result.seconds < limit_s:  # Ctrl-C
             self.ended = False
         if best is not None:
-            self.chosen = problem, replace(result, best=best)
+            self.chosen = problem, replace(result, best=best), limit_s
         return best is not None
 
 
@@ -171,10 +173,11 @@ def choose(
         state.over(_between(cluster, state.parts))
     if state.chosen is None:
         raise _nothing(state)
-    found, result = state.chosen
+    found, result, allowed_s = state.chosen
     return Chosen(
         problem=found,
         result=result,
+        limit_s=allowed_s,
         parts=tuple(state.parts),
         notes=tuple(_notes(state, found, result)),
     )
