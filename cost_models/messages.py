@@ -46,6 +46,9 @@ class Wires:
     def __init__(self, prices: Prices, axis: str) -> None:
         self.prices, self.axis = prices, axis
         self.pairs: dict[tuple[int, int], tuple[Span, ...]] = {}
+        self.near: tuple[tuple[Span, ...], ...] | None = (
+            None  # of neighbours, when one is asked for
+        )
 
     def seconds(self, source: int, target: int, size_bytes: int) -> float:
         """Seconds of a message of one pipeline rank to another."""
@@ -62,7 +65,8 @@ class Wires:
         cluster, mesh = self.prices.cluster, self.prices.mesh
         size = mesh.axis_size(self.axis)
         if abs(source - target) in (1, size - 1):
-            near = send_spans(cluster, mesh, self.axis, around=size > 2)
-            return near[min(source, target) if abs(source - target) == 1 else size - 1]
+            if self.near is None:
+                self.near = send_spans(cluster, mesh, self.axis, around=size > 2)
+            return self.near[min(source, target) if abs(source - target) == 1 else size - 1]
         groups = axis_groups(mesh, (self.axis,))
         return spans(cluster, [(group[source], group[target]) for group in groups])

@@ -169,7 +169,8 @@ def send_spans(
     """
     _check_mesh(mesh, cluster)
     found = _send_patterns(Layout.of(cluster), mesh, axis, around)
-    return tuple(_priced(cluster, patterns) for patterns in found)
+    known = {patterns: _priced(cluster, patterns) for patterns in dict.fromkeys(found)}
+    return tuple(map(known.__getitem__, found))
 
 
 def _check_mesh(mesh: Mesh, cluster: ClusterSpec) -> None:
@@ -247,11 +248,7 @@ def _patterns(
     layout: Layout, groups: Groups, crowds: tuple[Counter[int], ...]
 ) -> tuple[_Pattern, ...]:
     """The different patterns of `groups`."""
-    shape_of = tuple(
-        index
-        for index, shape in enumerate(layout.shapes)
-        for _ in range(shape.devices * shape.nodes)
-    )
+    shape_of = _shape_of(layout)
     patterns: dict[_Pattern, None] = {}
     for group in _distinct(layout, groups):
         found = (
@@ -262,6 +259,16 @@ def _patterns(
         crossings = [crossing for crossing in found if crossing is not None]
         patterns[len(group), touched, _close_ring(crossings)] = None
     return tuple(patterns)
+
+
+@functools.lru_cache(maxsize=16)
+def _shape_of(layout: Layout) -> tuple[int, ...]:
+    """For every rank the number of its group of equal nodes."""
+    return tuple(
+        index
+        for index, shape in enumerate(layout.shapes)
+        for _ in range(shape.devices * shape.nodes)
+    )
 
 
 def _spread(level: Level, group: tuple[int, ...]) -> tuple[Counter[int], Counter[int]]:
