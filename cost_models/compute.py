@@ -69,8 +69,10 @@ left are those of an older generation, at half the rate (pegainfer-project/pegai
 CAST_BYTES = 1.5
 """Bytes that casting moves per element of an operand of a product in 8 or 4 bits: 2 are read and 1
 is written, for half of the operands, as each is used twice."""
-FUSED_CAST_BYTES = 0.5
-"""The same where a compiler fuses the cast with what made the operand: 1 is written."""
+DYNAMIC_CAST_BYTES = 2.0
+"""The same of activations where weights were cast before they were gathered: by a scale that is
+known only once they are made, so that no compiler fuses it with that; 2 are read, and 1 is written
+in rows and in columns, for two products."""
 RACE = 3.0
 """Power mean of the times of host and device; infinity is the plain maximum. Where both take about
 as long, each waits for the other now and then: with 3, a quarter longer when they are equal."""

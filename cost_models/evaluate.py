@@ -25,7 +25,6 @@ from autopar.cost_models.sharing import faster, faster_cost, idle_cores_factor
 from autopar.cost_models.simulate import Split, Task, Timeline
 from autopar.cost_models.software import (
     SLOWDOWN,
-    UPDATE_BYTES,
     SoftwareStack,
     generation_of,
     implementation_of,
@@ -133,7 +132,7 @@ class Software:
                 time_factor=found.time_factor,
                 overlap=found.overlap,
                 slowdown=SLOWDOWN,
-                update_passes=UPDATE_BYTES / 2,  # of parameters in 16 bits
+                update_passes=found.update_bytes / 2,  # of parameters in 16 bits
                 step_s=found.step_s,
                 launch_s=found.launch_s,
             ),

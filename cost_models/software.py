@@ -43,6 +43,18 @@ STEP_S = 15e-3
 UPDATE_BYTES = 30.0
 """Bytes that a fused Adam moves per parameter: float32 weight, gradient and two moments are read,
 all but the gradient written, and the weight once more in 16 bits."""
+CLIPPED_BYTES = UPDATE_BYTES + 12
+"""The same after gradients are clipped to a norm: they are read for it, then read and written."""
+MIXED_BYTES = UPDATE_BYTES + 30
+"""The same in Megatron's mixed precision: before, gradients are copied to float32 (6), unscaled and
+checked (8), read for their norm (4) and clipped (8); after, float32 weights are read again (4)."""
+ACCUMULATE_BYTES = 6
+"""Bytes per parameter to add a gradient in 16 bits to that of the microbatches before."""
+WIDE_ACCUMULATE_BYTES = 18
+"""The same where the sum is in float32: the gradient is cast (6), then added (12)."""
+FLATTEN_BYTES = 12
+"""Bytes per parameter to copy gradients in 16 bits into a buffer, divide it by the ranks, and copy
+what was summed back."""
 EAGER_ELEMENTS = 1.2
 """Prior of `SoftwareStack.element_factor` where pointwise ops run one by one: casts, sums and parts
 of gates that compilers and fused kernels leave out."""
@@ -109,11 +121,22 @@ class SoftwareStack:
         regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
         scatter_messages: Whether tensor ranks that hold the same activation send a part each to the
             next stage, where it is gathered (arXiv 2104.04473, 4.1), instead of all of it.
-        low_gather: Whether sharded weights are gathered in fp8 where products are in fp8.
+        low_gather: Whether sharded weights, and activations over tensor ranks, are cast before they
+            are gathered where products are in fp8.
         dropout: Whether models train with dropout (random numbers, masks).
         master_weights: Whether sharded weights are in 16 bits beside float32 ones of the optimizer;
             FSDP shards float32 weights, and casts what it gathers.
         gradient_bytes: Bytes of an element of a gradient as data-parallel ranks sum it.
+        update_bytes: Bytes that an update moves per parameter.
+        accumulate_bytes: Bytes per parameter to add a microbatch's gradient to those before; none
+            where the product that makes it adds it.
+        flatten_bytes: Bytes per parameter to copy gradients to where they are summed, and back.
+        shard_copies: Whether gathered weights are copied out of the buffer of the collective, and
+            gradients into one, beside computation: weights sharded one by one.
+        rooted_reduce: Whether ZeRO-2 sums each gradient at the rank that updates it while
+            computation waits, having scaled it, and clears it after.
+        eager_ring: Whether context ranks exchange keys and values of every query head, and join
+            their parts of attention in float32 by kernels of their own.
         context_bytes: Memory outside of the allocator: CUDA context, libraries, NCCL buffers.
         bucket_bytes: Buffers in which gradients are gathered to be reduced.
         time_factor: See the module.
@@ -148,6 +171,12 @@ class SoftwareStack:
     dropout: bool = False
     master_weights: bool = True
     gradient_bytes: int = 2
+    update_bytes: float = UPDATE_BYTES
+    accumulate_bytes: float = 0.0
+    flatten_bytes: float = 0.0
+    shard_copies: bool = False
+    rooted_reduce: bool = False
+    eager_ring: bool = False
     context_bytes: int = 1_500_000_000
     bucket_bytes: int = 0
     time_factor: float = CONSTANTS["time_factor"].prior
@@ -177,6 +206,7 @@ _STACKS = (
         name="megatron-deepspeed", attention="unfused", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True,
         dropout=True, fused_dropout_add=True, bucket_bytes=1_000_000_000, overlap=0.0,
+        update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="microsoft/Megatron-DeepSpeed 2021-22 with Megatron's schedules: fused softmax, "
         "bias-gelu and bias-dropout-add; gradients are summed after backward",
@@ -195,18 +225,19 @@ _STACKS = (
         fused_qkv=True, fused_gate=True,
         dropout=True, fused_dropout_add=True, bucket_bytes=2_000_000_000,
         context_bytes=3_000_000_000, overlap=0.0,
+        update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         fitted=("time_factor", "element_factor", "reserved_factor"),
         source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
         "after backward",
     ),
     SoftwareStack(
         name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True, master_weights=False,
-        element_factor=EAGER_ELEMENTS,
+        update_bytes=CLIPPED_BYTES, element_factor=EAGER_ELEMENTS,
         source="mosaicml/llm-foundry 2023: flash or Triton attention, fused cross entropy",
     ),
     SoftwareStack(
         name="mcore", attention="flash2", hopper_attention="flash3", loss="vocab_parallel",
-        fused_qkv=True, fused_gate=True,
+        fused_qkv=True, fused_gate=True, update_bytes=CLIPPED_BYTES,
         gradient_bytes=4, context_bytes=3_000_000_000,
         source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine, which prefers the "
         "fused attention of cuDNN on compute capability 9.0; NeMo, FlagScale",
@@ -215,6 +246,7 @@ _STACKS = (
         name="nemo", attention="flash3", loss="vocab_parallel",
         fused_qkv=True, fused_gate=True, overlapped_tensor=True,
         gradient_bytes=4, context_bytes=3_000_000_000, fitted=(), like="mcore",
+        update_bytes=CLIPPED_BYTES,
         balanced=True,
         source="NVIDIA NeMo and Megatron-Bridge of 2024 and later: core as above with the fused "
         "attention of cuDNN 9 on Hopper, tensor collectives overlapped (ub_tp_comm_overlap), "
@@ -223,29 +255,37 @@ _STACKS = (
     SoftwareStack(
         name="torchtitan", attention="flash2", loss="eager", compiled=True, gradient_bytes=4,
         reserved_factor=1.02, master_weights=False,
-        fused_norm=False, low_gather=True, early_stop=True,
-        source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows",
+        fused_norm=False, low_gather=True, early_stop=True, update_bytes=CLIPPED_BYTES,
+        shard_copies=True, eager_ring=True,
+        source="pytorch/torchtitan: FSDP2, SDPA, float32 reductions; compile is a flag of rows; "
+        "torch's _fsdp_collectives.py (copies) and experimental/_attention.py (convert_to_f32), "
+        "torchao's float8_tensor_parallel.py",
     ),
     SoftwareStack(
         name="internevo", attention="flash2", loss="fused",
         fused_qkv=True,
+        update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         element_factor=EAGER_ELEMENTS,
         source="InternLM/InternEvo: flash attention, fused norms, cross entropy and rotary",
     ),
     SoftwareStack(
         name="paddle", attention="flash1", loss="vocab_parallel", dropout=True,
         fused_qkv=True,
+        update_bytes=CLIPPED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
+        rooted_reduce=True,
         element_factor=EAGER_ELEMENTS,
-        source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention",
+        source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention, "
+        "group_sharded_stage2.py without reduce_overlap",
     ),
     SoftwareStack(
         name="fms-fsdp", attention="flash2", loss="eager", compiled=True, early_stop=True,
-        master_weights=False,
+        master_weights=False, update_bytes=CLIPPED_BYTES,
         source="foundation-model-stack/fms-fsdp: FSDP1, compiled, bfloat16 reductions",
     ),
     SoftwareStack(
         name="sailor", attention="unfused", loss="vocab_parallel", fused_qkv=True,
-        gradient_bytes=4, element_factor=EAGER_ELEMENTS,
+        gradient_bytes=4, element_factor=EAGER_ELEMENTS, update_bytes=CLIPPED_BYTES,
+        accumulate_bytes=2 * ACCUMULATE_BYTES, flatten_bytes=2 * FLATTEN_BYTES,
         source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32; without "
         "dropout, whose masks and copies the memory of its runs has no room for",
     ),

@@ -63,9 +63,9 @@ GLOBALS: Mapping[str, Global] = {
         value=compute.CAST_BYTES, low=1.0, high=3.0,
         source="arithmetic: 3 bytes an element, each cast operand used by two products",
     ),
-    "FUSED_CAST_BYTES": Global(
-        value=compute.FUSED_CAST_BYTES, low=0.25, high=1.5,
-        source="arithmetic: only what is written, 1 byte an element for two products",
+    "DYNAMIC_CAST_BYTES": Global(
+        value=compute.DYNAMIC_CAST_BYTES, low=1.0, high=3.5,
+        source="arithmetic: 2 bytes read, 1 written in either layout, for two products",
     ),
     "RACE": Global(
         value=compute.RACE, low=2.0, high=20.0, source="fitted on the toy rows (vtrain-single)"
@@ -88,6 +88,14 @@ GLOBALS: Mapping[str, Global] = {
     "UPDATE_BYTES": Global(
         value=software.UPDATE_BYTES, low=26, high=40,
         source="arithmetic on what Adam reads and writes",
+    ),
+    "RING_FORWARD_BYTES": Global(
+        value=price.RING_FORWARD_BYTES, low=10, high=60,
+        source="arithmetic on torch's _SDPAMerger in float32: four ops, each an own kernel",
+    ),
+    "RING_BACKWARD_BYTES": Global(
+        value=price.RING_BACKWARD_BYTES, low=10, high=80,
+        source="arithmetic on its backward: three sums of 10, keys and values joined for a message",
     ),
     "IMBALANCE": Global(
         value=price.IMBALANCE, low=0.0, high=1.0,

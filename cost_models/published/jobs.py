@@ -19,7 +19,7 @@ from autopar.cost_models.published.known import (
 )
 from autopar.cost_models.published.rows import Row
 from autopar.cost_models.published.sizes import inner_features, stage_layers
-from autopar.cost_models.software import SoftwareStack, on_device, stack
+from autopar.cost_models.software import WIDE_ACCUMULATE_BYTES, SoftwareStack, on_device, stack
 from autopar.presets.config import DecoderConfig, Positions
 
 Recompute = Literal["none", "full", "attention", "ops"]
@@ -304,6 +304,8 @@ def _software(row: Row, device: str, assumed: list[str]) -> SoftwareStack:
     precision = row.get("plan", "precision") or ""
     if "fp32 gradient" in precision or "mixed_precision=DEFAULT" in precision:
         found = replace(found, gradient_bytes=4)
+    if "fp32 gradient" in precision and found.accumulate_bytes:
+        found = replace(found, accumulate_bytes=WIDE_ACCUMULATE_BYTES)
     flash, compiled = row.get("plan", "flash_attention"), row.get("plan", "compile")
     if flash is False and found.attention != "unfused":
         found = replace(found, attention="unfused")

@@ -27,7 +27,6 @@ from autopar.cost_models.published.wires import Wires
 from autopar.cost_models.software import (
     HIDDEN_TENSOR,
     SLOWDOWN,
-    UPDATE_BYTES,
     generation_of,
 )
 
@@ -44,6 +43,12 @@ BROADCAST_S = 2.4e-3
 """What each of the broadcasts takes the host with which InternEvo's ZeRO-1 hands on the weights of
 one rank after the other, beside the broadcast itself: seconds per rank."""
 
+REDUCE_COPIES = 6.0
+"""Bytes per parameter that ZeRO-2 moves where it sums each gradient at one rank: scaled before (4),
+cleared after (2)."""
+RING_FORWARD_BYTES, RING_BACKWARD_BYTES = 38.0, 46.0
+"""Bytes per element of queries with which torch joins a part of attention with those before, and of
+gradients of queries, keys and values: float32 results, each op a kernel."""
 IMBALANCE = 0.25
 """What the most loaded expert gets beyond its even share where an auxiliary loss balances them:
 with as much room to spare, Switch Transformer drops few tokens (arXiv 2101.03961, section 2.2)."""
@@ -92,6 +97,11 @@ class Batch:
     def column(self, values: Sequence[float | bool]) -> Floats:
         """A column of numbers, one per job."""
         return np.array(values, dtype=np.float64)
+
+    def bandwidth(self, device: Mapping[str, Floats]) -> Floats:
+        """Bytes per second that plain kernels of each job move, by the constants of its device."""
+        peaks = self.column([found.memory_bytes_per_s for found in self.devices])
+        return np.asarray(peaks * device["memory_share"])
 
     @cached_property
     def sizes(self) -> Mapping[str, Floats]:
@@ -155,9 +165,23 @@ class Batch:
 
     @cached_property
     def cast_bytes(self) -> Floats:
-        """Bytes that casting an element of an operand to 8 or 4 bits moves, by job."""
-        fused, alone = compute.FUSED_CAST_BYTES, compute.CAST_BYTES
-        return self.column([fused if job.stack.compiled else alone for job in self.jobs])
+        """Bytes that casting an element of an operand to 8 or 4 bits moves, by kernel.
+
+        Where weights are cast before they are gathered only activations are left, and those that
+        tensor ranks gather are cast before that, too.
+        """
+        found, columns = np.full(len(self.table.job), compute.CAST_BYTES), self.table.columns
+        weights = np.array([phase == "weight_gradient" for phase in columns.phases], dtype=bool)
+        owners = [self.jobs[number] for number in self.table.job.tolist()]
+        cast = np.array([job.stack.low_gather for job in owners], dtype=bool)
+        hidden = self.column([job.config.hidden for job in owners])
+        ranks = self.column([job.tp if job.sequence_parallel else 1 for job in owners])
+        whole = columns.m + columns.n
+        features = np.where(weights, columns.m, columns.k) == hidden
+        first = columns.m / np.where(features, ranks, 1.0)
+        second = columns.n / np.where(columns.n == hidden, ranks, 1.0)
+        share = (first + np.where(weights, second, 0.0)) / whole
+        return np.where(cast, compute.DYNAMIC_CAST_BYTES * share, found)
 
     def speeds(self, device: Mapping[str, Floats], stack: Mapping[str, Floats]) -> Speeds:
         """What every kernel of the table reaches."""
@@ -178,7 +202,7 @@ class Batch:
             launch_s=of["launch_s"],
             attention_speed=kernel["speed"],
             half_rate_head=kernel["half"],
-            cast_bytes=np.where(low, self.cast_bytes[job], 0.0),
+            cast_bytes=np.where(low, self.cast_bytes, 0.0),
             element_factor=stack["element_factor"][job],
         )
 
@@ -241,10 +265,27 @@ def _sizes(job: Job) -> dict[str, float]:
         "every_second": sum(products(config)[1::2]) / sum(products(config)),
         "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
         "updated": (layers * block + outer) / (shards if job.zero else 1),
+        "update_bytes": job.stack.update_bytes,
+        "params": layers * block + outer,
+        "shared": job.dp * job.cp > 1,
+        "shards": job.dp * job.cp,
+        "accumulate_bytes": job.stack.accumulate_bytes,
+        "flatten_bytes": job.stack.flatten_bytes,
+        "shard_copies": _shard_copies(job) if job.stack.shard_copies else 0.0,
+        "rooted": job.stack.rooted_reduce and job.zero == 2,
+        "joins": (job.cp - 1) * job.stack.eager_ring,
+        "queries": job.micro_batch * (job.seq // job.cp) * job.config.hidden / job.tp,
         "broadcasts": job.dp * job.cp if wires.one_by_one(job) else 0,
         "step_s": job.stack.step_s,
         "load": expert_load(job),
     }
+
+
+def _shard_copies(job: Job) -> float:
+    """Bytes per parameter and microbatch with which FSDP2 copies weights out, and gradients in."""
+    width = 4 if job.dtype == "tf32" else 2
+    gathered = 1 if job.dtype in ("fp8", "fp4") and job.stack.low_gather else width
+    return 2 * gathered * (2 if job.regather else 1) + width + job.stack.gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +339,7 @@ def _block(
     tensor_forward = ahead + 0.3 * exchange + 2 * routing
     tensor_backward = back + 0.6 * exchange + 2 * routing
     tensor_backward = tensor_backward + repeated * (ahead + 2 * routing)
+    joined, joined_back = _joined(batch, device)
     call_s = COLLECTIVE_LAUNCHES * device["launch_s"]
     calls_forward = tensor(calls, wires.FORWARD, wires.SPARSE_FORWARD)
     calls_backward = tensor(calls, wires.BACKWARD, wires.SPARSE_BACKWARD) + repeated * calls_forward
@@ -310,12 +352,23 @@ def _block(
     )
     first, last = ends
     return _Block(
-        forward=race(device_of[0] + tensor_forward, host_of[0] + call_s * calls_forward),
-        backward=race(device_of[1] + tensor_backward, host_of[1] + call_s * calls_backward),
+        forward=race(device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward),
+        backward=race(
+            device_of[1] + joined_back + tensor_backward, host_of[1] + call_s * calls_backward
+        ),
         tensor=tensor_forward + tensor_backward,
         first=first,
         last=last,
     )
+
+
+def _joined(batch: Batch, device: Mapping[str, Floats]) -> tuple[Floats, Floats]:
+    """Seconds of joining parts of attention: of forward, and of backward with what it repeats."""
+    size = batch.sizes
+    one = size["joins"] * size["queries"] / batch.bandwidth(device)
+    again = np.where(batch.recompute == "full", size["recompute_share"], 0.0)
+    forward = one * RING_FORWARD_BYTES
+    return np.asarray(forward), np.asarray(one * RING_BACKWARD_BYTES + again * forward)
 
 
 def _assemble(
@@ -336,9 +389,9 @@ def _assemble(
     # Messages forward and backward, that nothing hides.
     passes = 2 * (size["microbatches"] * size["chunks"] + size["pp"] - 1)
     sends = moved[wires.SEND] * passes
-    data = _data(batch, block, moved, stack["overlap"])
-    bandwidth = batch.column([found.memory_bytes_per_s for found in batch.devices])
-    update = size["updated"] * UPDATE_BYTES / (bandwidth * device["memory_share"])
+    bandwidth = batch.bandwidth(device)
+    data = _data(batch, block, moved, stack["overlap"]) + _copies(batch) / bandwidth
+    update = size["updated"] * size["update_bytes"] / bandwidth
     compute_s = busiest * size["microbatches"]
     layers = np.where(alone, size["layers"], size["most_layers"])
     return Times(
@@ -367,6 +420,19 @@ def _data(batch: Batch, block: _Block, moved: Floats, overlap: Floats) -> Floats
     sharded = (shown(gather, forward) + shown(again, backward) + edges) * size["microbatches"]
     # Others: gradients summed beside the last backward (ZeRO-2: every one), weights handed on.
     often = np.where(size["zero"] == 2, size["microbatches"], 1)
-    plain = shown(moved[wires.SUM], backward) * often + moved[wires.SPREAD]
+    # A reduce to one rank passes everything along a chain, where a ring keeps a part.
+    rooted = moved[wires.SUM] * size["shards"] / np.maximum(size["shards"] - 1, 1)
+    summed = np.where(size["rooted"] > 0, rooted, shown(moved[wires.SUM], backward))
+    plain = summed * often + moved[wires.SPREAD]
     plain = plain + moved[wires.BROADCAST] + size["broadcasts"] * BROADCAST_S
     return np.where(size["zero"] == 3, sharded, plain)
+
+
+def _copies(batch: Batch) -> Floats:
+    """Bytes of gradients and weights that are copied or added, in kernels of their own."""
+    size = batch.sizes
+    often = size["microbatches"]
+    each = size["shard_copies"] * often
+    plain = size["accumulate_bytes"] * (often - 1) + size["flatten_bytes"] * size["shared"]
+    plain = plain + np.where(size["rooted"] > 0, REDUCE_COPIES * often, 0.0)
+    return np.asarray(size["params"] * np.where(size["zero"] == 3, each, plain))

@@ -92,12 +92,13 @@ def mesh_of(job: Job) -> Mesh:
 def asks_of(job: Job, shifts: Iterable[Shift]) -> Iterator[Ask]:
     """Everything that a job communicates."""
     for shift in shifts:
-        yield _of_tensor(shift)
+        yield _of_tensor(shift, job)
     width = 4 if job.dtype == "tf32" else 2
     activation = float(job.micro_batch * (job.seq // job.cp) * job.config.hidden * width)
     if job.cp > 1:
-        heads = 2 * job.config.kv_heads * job.config.head_dim / job.tp
-        keys = job.micro_batch * job.seq * heads * width
+        heads = job.config.heads if job.stack.eager_ring else job.config.kv_heads
+        features = 2 * heads * job.config.head_dim / job.tp
+        keys = job.micro_batch * job.seq * features * width
         yield Ask(slot=EXCHANGE, kind="all_gather", size_bytes=keys, axes=("cp",))
     if job.ep > 1:
         routed = activation * max(job.config.top_k, 0) / (job.tp if job.sequence_parallel else 1)
@@ -112,8 +113,10 @@ def asks_of(job: Job, shifts: Iterable[Shift]) -> Iterator[Ask]:
         yield from _of_data(job, width)
 
 
-def _of_tensor(shift: Shift) -> Ask:
+def _of_tensor(shift: Shift, job: Job) -> Ask:
     move = shift.move
+    gathers = move.kind == "all_gather" and shift.part in (tables.BLOCK, tables.SPARSE)
+    narrow = gathers and job.dtype in ("fp8", "fp4") and job.stack.low_gather
     backward = move.phase in ("input_gradient", "weight_gradient")
     slots = {
         tables.BLOCK: BACKWARD if backward else FORWARD,
@@ -122,8 +125,8 @@ def _of_tensor(shift: Shift) -> Ask:
         tables.LAST: LAST,
     }
     return Ask(
-        slot=slots[shift.part], kind=move.kind, size_bytes=float(move.size_bytes), axes=("tp",),
-        count=move.count,
+        slot=slots[shift.part], kind=move.kind, axes=("tp",), count=move.count,
+        size_bytes=move.size_bytes / (2 if narrow else 1),
     )  # fmt: skip
 
 

@@ -10,21 +10,27 @@ import numpy as np
 import pytest
 
 from autopar.cli.main import main
+from autopar.cost_models.compute import DYNAMIC_CAST_BYTES
+from autopar.cost_models.hardware import load_device
 from autopar.cost_models.published import tables
 from autopar.cost_models.published.features import Work, work_of
 from autopar.cost_models.published.fit import TOYS, toys
 from autopar.cost_models.published.globals import GLOBALS
 from autopar.cost_models.published.jobs import Hardware, Job, last_product, read_job
 from autopar.cost_models.published.predict import validate
-from autopar.cost_models.published.price import Batch
+from autopar.cost_models.published.price import (
+    RING_BACKWARD_BYTES,
+    RING_FORWARD_BYTES,
+    Batch,
+)
 from autopar.cost_models.published.priors import Parameter, expand
 from autopar.cost_models.published.rows import SHIPPED, Row, read_rows
 from autopar.cost_models.published.solve import solve
 from autopar.cost_models.published.stats import error_stats, ranking, spearman
-from autopar.cost_models.published.tables import Piece
-from autopar.cost_models.published.wires import cluster_of, mesh_of
+from autopar.cost_models.published.tables import Piece, Shift
+from autopar.cost_models.published.wires import EXCHANGE, asks_of, cluster_of, mesh_of
 from autopar.cost_models.software import CONSTANTS, Constant, stack, stacks, with_constants
-from autopar.cost_models.work import Kernel, Matmul, Phase
+from autopar.cost_models.work import Kernel, Matmul, Move, Phase
 from autopar.errors import InputError
 from autopar.presets.config import DecoderConfig
 
@@ -197,6 +203,92 @@ def test_collectives_around_the_embedding_are_not_those_of_every_block():
     assert job.sequence_parallel and kinds == ["all_gather"] * 4 + ["reduce_scatter"] * 4
 
 
+def copied_s(job: Job, **facts) -> float:
+    """Seconds that facts of a stack add to a step of `job`."""
+    plain = replace(job, stack=replace(job.stack, accumulate_bytes=0.0, flatten_bytes=0.0))
+    other = replace(plain, stack=replace(plain.stack, **facts))
+    return float(times(other).step_s[0] - times(plain).step_s[0])
+
+
+def test_copies_of_gradients_and_weights_take_their_bytes():
+    alone = replace(JOB, global_batch=32, micro_batch=4)  # 8 microbatches
+    pair = replace(alone, dp=2, global_batch=64)
+    params = 8 * CONFIG.block_params(False) + CONFIG.vocab * CONFIG.hidden  # tied
+    device = load_device("H100-SXM")
+    bandwidth = device.memory_bytes_per_s * device.efficiency.memory_share
+
+    def moved(count: float) -> object:
+        return pytest.approx(params * count / bandwidth, rel=1e-6)
+
+    assert copied_s(alone, accumulate_bytes=6.0) == moved(6 * 7)
+    assert copied_s(alone, flatten_bytes=12.0) == 0.0
+    assert copied_s(pair, flatten_bytes=12.0) == moved(12)
+    assert copied_s(alone, update_bytes=alone.stack.update_bytes + 18) == moved(18)
+    sharded = replace(pair, zero=3, regather=True)
+    # Weights are read and written twice, 16-bit gradients read, float32 ones written.
+    assert copied_s(sharded, shard_copies=True) == moved(8 * (2 * 4 + 2 + 4))
+    assert copied_s(sharded, accumulate_bytes=6.0, flatten_bytes=12.0) == 0.0
+
+
+def test_a_reduce_to_one_rank_waits_and_passes_all_along():
+    job = replace(JOB, dp=4, zero=2, global_batch=128)
+    other = replace(job, stack=replace(job.stack, rooted_reduce=True))
+    assert times(other).step_s[0] > times(replace(other, zero=1)).step_s[0]
+    assert times(other).step_s[0] > times(job).step_s[0]
+    assert times(replace(other, zero=1)).step_s[0] == times(replace(job, zero=1)).step_s[0]
+
+
+def test_rings_of_torch_exchange_all_heads_and_join_in_float32():
+    config = replace(CONFIG, kv_heads=2)
+    job = replace(JOB, config=config, cp=4, seq=8192)
+    eager = replace(job, stack=replace(job.stack, eager_ring=True))
+
+    def exchanged(job: Job) -> float:
+        return next(ask.size_bytes for ask in asks_of(job, ()) if ask.slot == EXCHANGE)
+
+    assert exchanged(eager) == 4 * exchanged(job)
+    one = {"cp": 1, "seq": 2048}  # nothing to join with
+    assert times(replace(eager, **one)).step_s[0] == times(replace(job, **one)).step_s[0]
+    device = load_device("H100-SXM")
+    bandwidth = device.memory_bytes_per_s * device.efficiency.memory_share
+    joined = 3 * 4 * 2048 * 1024 * (RING_FORWARD_BYTES + RING_BACKWARD_BYTES) / bandwidth
+    assert times(eager).compute_s[0] - times(job).compute_s[0] > 0.98 * 8 * 8 * joined
+
+
+def test_tensor_ranks_gather_what_is_cast():
+    move = Move(
+        kind="all_gather", size_bytes=1000, axes=("tp",), group=2, phase="forward", node="x",
+        dtype="bfloat16", count=1, module="blocks.0",
+    )  # fmt: skip
+    summed = replace(move, kind="reduce_scatter")
+    shifts = [Shift(move=item, part=tables.BLOCK) for item in (move, summed)]
+    head = Shift(move=move, part=tables.LAST)
+    job = replace(JOB, tp=2, dtype="fp8", stack=replace(JOB.stack, low_gather=True))
+    assert [ask.size_bytes for ask in asks_of(job, [*shifts, head])] == [500, 1000, 1000]
+    wide = replace(job, dtype="bf16")
+    assert [ask.size_bytes for ask in asks_of(wide, shifts)] == [1000, 1000]
+
+
+def test_casts_are_those_of_activations_on_the_rank_that_has_them():
+    stack_of = replace(JOB.stack, low_gather=True)
+    one = replace(JOB, dtype="fp8", stack=stack_of)
+    two = replace(one, tp=2, sequence_parallel=True)
+    product = Matmul(batch=1, m=4096, n=512, k=1024)  # 4096 tokens of 1024 features
+    gradient = Matmul(batch=1, m=1024, n=512, k=4096)
+    pieces = (
+        piece(tables.BLOCK, "forward", 2 * 4096 * 512 * 1024, 10, product),
+        piece(tables.BLOCK, "weight_gradient", 2 * 4096 * 512 * 1024, 10, gradient),
+    )
+
+    def cast(job: Job) -> list[float]:
+        batch = Batch([job], [Work(pieces=pieces, shifts=())])
+        return (batch.cast_bytes * batch.table.columns.operands).tolist()
+
+    tokens = 4096 * DYNAMIC_CAST_BYTES
+    assert cast(one) == pytest.approx([tokens * 1024, tokens * (1024 + 512)])
+    assert cast(two) == pytest.approx([tokens * 512, tokens * (512 + 512)])
+
+
 def traced_steps() -> list[Row]:
     return [row for row in read_rows() if row.group == TOYS]
 
@@ -308,8 +400,8 @@ def test_the_command_prints_json_and_names_what_it_skips(tmp_path, capsys):
 
 
 LIMITS = {
-    "llm-foundry": 0.035, "vtrain-multi": 0.07, "bigscience-bloom-prequel": 0.042,
-    "internevo": 0.045, "flagperf": 0.03, "torchtitan": 0.065, "sailor-gh200": 0.1,
+    "llm-foundry": 0.035, "vtrain-multi": 0.06, "bigscience-bloom-prequel": 0.042,
+    "internevo": 0.04, "flagperf": 0.025, "torchtitan": 0.05, "sailor-gh200": 0.1,
     "fms-fsdp": 0.05,
 }  # fmt: skip
 
@@ -318,7 +410,7 @@ LIMITS = {
 def test_all_rows_stay_within_the_errors_that_were_reached():
     result = validate(read_rows())
     overall = result.overall()["step_time_s"]
-    assert overall.mean_abs_error <= 0.047 and overall.median_abs_error <= 0.034
+    assert overall.mean_abs_error <= 0.043 and overall.median_abs_error <= 0.031
     assert overall.p90_abs_error <= 0.1 and abs(overall.bias) <= 0.01
     groups = result.groups()
     for name, limit in LIMITS.items():
