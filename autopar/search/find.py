@@ -358,7 +358,7 @@ def _empty(problem: Problem) -> PlanError:
             return PlanError(
                 f"no plan on {problem.cluster} of global batch {space.batch} has {what}"
                 + (f" with {beside}" if len(problem.asked.texts()) > 1 else ""),
-                expected="one of " + ", ".join(map(_shown, found[:20])),
+                expected="one of " * (len(found) > 1) + ", ".join(map(_shown, found[:20])),
                 where=_WHERE.get(name, f"constraints[{name!r}]"),
             )
     return PlanError(

@@ -211,7 +211,8 @@ def not_as_asked(small: Small, candidate: Candidate) -> list[str]:
         wrong.append(f"mesh {plan.mesh}")
     zero = {"stage": point.zero, "axes": ["dp"] if point.zero else []}
     said: dict[str, Any] = {
-        "tensor": point.role or "megatron", "microbatches": point.microbatches,
+        **({"tensor": point.role} if point.role else {"strategy": "ddp"}),
+        "microbatches": point.microbatches,
         "schedule": point.schedule, "chunks": point.chunks, "zero": zero,
         "recompute": list(plan.recompute), "cuts": list(plan.pipeline.cuts),
     }  # fmt: skip
