@@ -37,6 +37,8 @@ FOR_PARTS = 4.0
 SMALL = 64
 """Devices up to which a search of normal effort improves the best plan op by op."""
 HALVES = frozenset(("bfloat16", "float16"))
+TRAINED = frozenset(("fp32", "tf32", "bf16", "fp16"))
+"""Formats of products that a model can be trained in as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +320,7 @@ def format_notes(graph: Graph, cluster: ClusterSpec) -> tuple[str, ...]:
             wanted, used = device.computes_in(dtype)
             if used != wanted and device.kind != "cpu":
                 rates = device.peak_flops_per_s
-                best = max((key for key in rates if key != "fp8"), key=lambda key: rates[key])
+                best = max(TRAINED.intersection(rates), key=lambda key: rates[key])
                 found.append(
                     f"{name} has no {dtype}: products run at {rates[used] / 1e12:.4g} TFLOP/s, the"
                     f" rate of {used}; cast the model to {best} for {rates[best] / 1e12:.4g}"

@@ -45,13 +45,13 @@ class Part:
         cluster: The part.
         best: The best plan found on it that takes no longer than it may; None without one.
         bound_s: No plan on it takes less; infinite if none fits.
-        complete: Whether its search ended by itself.
+        ruled_out: Whether that proves that no plan is of use there.
     """
 
     cluster: ClusterSpec
     best: Outcome | None
     bound_s: float
-    complete: bool
+    ruled_out: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,11 @@ class _Search:
             problem, result, _ = self.chosen
             assert result.best is not None
             cost = result.best.step_s * price_of(problem.cluster)
-            most = min(most, cost * (1 - self.gap) / price_of(cluster))
+            price = price_of(cluster)
+            if cost == 0:  # nothing is cheaper
+                most = 0.0
+            elif price > 0:
+                most = min(most, cost * (1 - self.gap) / price)
         return most
 
     def over(self, clusters: Iterable[ClusterSpec]) -> bool:
@@ -122,7 +126,7 @@ class _Search:
         below_s = self.may_take_s(cluster)
         problem = _on(self.problem, cluster)
         if problem is None:
-            self.parts.append(Part(cluster=cluster, best=None, bound_s=math.inf, complete=True))
+            self.parts.append(Part(cluster=cluster, best=None, bound_s=math.inf, ruled_out=True))
             return False
         result = self.run(problem, below_s, limit_s)
         best = result.best
@@ -130,7 +134,12 @@ class _Search:
             best = None
         proof = result.certificate
         self.parts.append(
-            Part(cluster=cluster, best=best, bound_s=proof.bound_s, complete=proof.complete)
+            Part(
+                cluster=cluster,
+                best=best,
+                bound_s=proof.bound_s,
+                ruled_out=proof.bound_s >= below_s,
+            )
         )
         if not proof.complete and result.seconds < limit_s:  # Ctrl-C
             self.ended = False
@@ -296,23 +305,32 @@ def _notes(state: _Search, problem: Problem, result: SearchResult) -> list[str]:
     chosen = f"{problem.cluster} of {whole}: {counted(problem.cluster.num_devices, 'device')}"
     if state.objective == DEVICES:
         others = [part for part in state.parts if part.cluster != problem.cluster]
-        sure = state.ended and all(part.complete for part in others)
-        proof = (
-            f"proven: of {counted(len(others), 'smaller part')} none has a plan{limit}"
-            if sure
-            else "not proven: the time was up before all smaller parts were ruled out"
-        )
+        left = sum(not part.ruled_out for part in others)
+        if not state.ended:
+            proof = "not proven: it was stopped before all smaller parts were ruled out"
+        elif left:
+            proof = f"not proven: {left} of {counted(len(others), 'smaller part')} not ruled out"
+        elif not others:
+            proof = "the smallest part"
+        else:
+            proof = f"proven: of {counted(len(others), 'smaller part')} none has a plan{limit}"
         return [f"fewest devices with a plan{limit}, {chosen} ({proof})"]
     words = cost_words(problem, problem.cluster, step_s)
     note = f"least cost{limit}, {chosen}, {words} (predicted"
     if whole.usd_per_hour is None:
         note += "; node-hours, as the cluster file gives no node_usd_per_hour"
-    least = min(part.bound_s * price_of(part.cluster) for part in state.parts)
-    gap = max(0.0, 1 - least / (step_s * price_of(problem.cluster)))
+    mine = step_s * price_of(problem.cluster)
+    costs = [part.bound_s * price_of(part.cluster)
+             for part in state.parts if part.bound_s <= within]  # fmt: skip
+    gap = max(0.0, 1 - min(costs) / mine) if costs and mine > 0 else 0.0
     tried = f"{counted(len(state.parts), 'part')} searched"
-    if state.ended:
-        return [f"{note}; on none of {tried} can it be less by more than {gap:.2%})"]
-    return [f"{note}; the time was up after {tried}, by at most {gap:.2%} above what these allow)"]
+    if gap >= 1:
+        proof = f"nothing is proven of other plans on the {tried}"
+    elif state.ended:
+        proof = f"on none of {tried} can it be less by more than {gap:.2%}"
+    else:
+        proof = f"stopped after {tried}: on none of them is it less by more than {gap:.2%}"
+    return [f"{note}; {proof})"]
 
 
 def changes(chosen: Chosen) -> list[Change]:

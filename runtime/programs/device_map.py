@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar.runtime.programs.device_attention import join_attentions
 from autopar.runtime.programs.device_norm import join_rms_norms
 from autopar.runtime.programs.edit import Editor
 from autopar.runtime.programs.program import Joint
@@ -64,6 +65,7 @@ def as_cuda(joint: Joint, names: Mapping[str, str] | None = None) -> Joint:
     """
     editor = Editor(joint)
     join_rms_norms(editor, names or {})
+    join_attentions(editor, names or {})
     attentions: dict[fx.Node, fx.Node] = {}
     for node in list(editor.graph.nodes):
         target = str(node.target)

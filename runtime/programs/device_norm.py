@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.runtime.programs.edit import Editor
+from autopar.runtime.programs.join import (
+    arriving,
+    call,
+    erase,
+    groups_of,
+    item,
+    leaves,
+    put,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
@@ -49,12 +57,7 @@ def join_rms_norms(editor: Editor, names: Mapping[str, str]) -> None:
         editor: The graph.
         names: Operator of each origin.
     """
-    groups: dict[str, list[fx.Node]] = {}
-    for node in editor.graph.nodes:
-        origin = node.meta.get("origin", "")
-        if node.op == "call_function" and names.get(origin) == RMS_NORM:
-            groups.setdefault(origin, []).append(node)
-    for group in groups.values():
+    for group in groups_of(editor, names, RMS_NORM):
         norm = _understand(group)
         if norm is not None:
             _join(editor, norm)
@@ -64,13 +67,13 @@ def _understand(group: list[fx.Node]) -> _Norm | None:
     forward = [node for node in group if node.meta.get("phase") == "forward"]
     backward = [node for node in group if node.meta.get("phase") != "forward"]
     known = set(forward)
-    results = [node for node in forward if _leaves(node, set(group))]
-    sources = _arriving(forward, known)
+    results = [node for node in forward if leaves(node, set(group))]
+    sources = arriving(forward, known)
     if len(results) != 1:
         return None
-    shape = _shape(results[0])
-    xs = [node for node in sources if _shape(node) == shape]
-    weights = [node for node in sources if _shape(node) != shape]
+    shape = shape_of(results[0])
+    xs = [node for node in sources if shape_of(node) == shape]
+    weights = [node for node in sources if shape_of(node) != shape]
     if len(xs) != 1 or len(weights) > 1:
         return None
     weight = weights[0] if weights else None
@@ -92,12 +95,12 @@ def _with_backward(norm: _Norm, backward: list[fx.Node]) -> _Norm | None:
         elif any(source is not dy for source in new):
             return None
         mine.append(node)
-    ends = [node for node in mine if _leaves(node, set(mine))]
-    dxs = [node for node in ends if _shape(node) == _shape(norm.x)]
+    ends = [node for node in mine if leaves(node, set(mine))]
+    dxs = [node for node in ends if shape_of(node) == shape_of(norm.x)]
     dweights = [node for node in ends if node not in dxs]
     if dy is None or len(dxs) > 1 or len(dweights) > 1:
         return None
-    if dweights and (norm.weight is None or _shape(dweights[0]) != _shape(norm.weight)):
+    if dweights and (norm.weight is None or shape_of(dweights[0]) != shape_of(norm.weight)):
         return None
     return _Norm(
         forward=norm.forward, backward=mine, x=norm.x, weight=norm.weight, y=norm.y, dy=dy,
@@ -105,70 +108,30 @@ def _with_backward(norm: _Norm, backward: list[fx.Node]) -> _Norm | None:
     )  # fmt: skip
 
 
-def _leaves(node: fx.Node, group: Collection[fx.Node]) -> bool:
-    return any(user not in group for user in node.users)
-
-
-def _arriving(nodes: list[fx.Node], known: Collection[fx.Node]) -> list[fx.Node]:
-    found = (source for node in nodes for source in node.all_input_nodes if source not in known)
-    return list(dict.fromkeys(found))
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
 def _join(editor: Editor, norm: _Norm) -> None:
     x, weight, y = norm.x, norm.weight, norm.y
-    shape = _shape(x)
-    dims = list(_shape(weight)) if weight is not None else [shape[-1]]
+    shape = shape_of(x)
+    dims = list(shape_of(weight)) if weight is not None else [shape[-1]]
     rstd = editor.empty(
         (*shape[: len(shape) - len(dims)], *(1 for _ in dims)), torch.float32,
         x.meta["val"].device,
     )  # fmt: skip
-    made = _call(
+    made = call(
         editor, norm.forward[0], aten._fused_rms_norm.default, (x, dims, weight, None),
         (y.meta["val"], rstd),
     )  # fmt: skip
-    items = [_item(editor, norm.forward[0], made, index) for index in range(2)]
+    items = [item(editor, norm.forward[0], made, index) for index in range(2)]
     if norm.dy is not None:
         ends = (norm.dx, norm.dweight)
         place = next(node for node in norm.backward if norm.dy in node.all_input_nodes)
-        done = _call(
+        done = call(
             editor, place, aten._fused_rms_norm_backward.default,
             (norm.dy, x, dims, items[1], weight, [end is not None for end in ends]),
             tuple(end.meta["val"] if end is not None else None for end in ends),
         )  # fmt: skip
         for index, end in enumerate(ends):
             if end is not None:
-                _put(editor, end, _item(editor, place, done, index))
-        _erase(editor, norm.backward)
-    _put(editor, y, items[0])
-    _erase(editor, norm.forward)
-
-
-def _call(
-    editor: Editor, place: fx.Node, target: Any, args: tuple[Any, ...], value: tuple[Any, ...]
-) -> fx.Node:
-    with editor.graph.inserting_before(place):
-        made = editor.graph.call_function(target, args)
-    made.meta = {key: place.meta[key] for key in ("origin", "phase") if key in place.meta}
-    made.meta["val"] = value
-    return made
-
-
-def _item(editor: Editor, place: fx.Node, source: fx.Node, index: int) -> fx.Node:
-    return _call(editor, place, operator.getitem, (source, index), source.meta["val"][index])
-
-
-def _put(editor: Editor, old: fx.Node, new: fx.Node) -> None:
-    old.replace_all_uses_with(new)
-    for slot, node in editor.outputs.items():
-        if node is old:
-            editor.outputs[slot] = new
-
-
-def _erase(editor: Editor, nodes: list[fx.Node]) -> None:
-    for node in reversed(nodes):
-        if not node.users:
-            editor.graph.erase_node(node)
+                put(editor, end, item(editor, place, done, index))
+        erase(editor, norm.backward)
+    put(editor, y, items[0])
+    erase(editor, norm.forward)

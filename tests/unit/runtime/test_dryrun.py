@@ -196,6 +196,35 @@ def test_cuda_saves_what_its_kernels_save(
     assert saved_bytes(found) == tensors + statistics + random_state
 
 
+class Biased(nn.Module):
+    """Attention whose scores get a trained bias, the same in every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+        self.bias = nn.Parameter(torch.zeros(1, 4, 40, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = (heads.transpose(1, 2) for heads in self.qkv(x).view(2, 40, 12, 8).split(4, 2))
+        query, key, value = split
+        return F.scaled_dot_product_attention(query, key, value, self.bias).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cuda_saves_no_scores_where_a_mask_is_trained(dtype: torch.dtype) -> None:
+    """The CPU keeps probabilities of (2, 4, 40, 40); CUDA's kernel a number per row."""
+    with torch.device("meta"):
+        model, x = Biased().to(dtype), torch.zeros(2, 40, 32, dtype=dtype)
+    traced = trace(model, (x,), {}, None)
+    plan, _ = make_plan(traced.graph, Mesh.parse("dp=1"), "ddp", notes=traced.notes)
+    whole = dtype.itemsize * 2 * 40 * 32
+    probabilities = 4 * 2 * 4 * 40 * 40
+    # Query, key and value as one, what is attended; the sum is of one element.
+    kept = 3 * whole + whole + 4 * 2 * 4 * 64 + 2 * 8
+    assert saved_bytes(dry_run(traced, plan, [0], device="cuda")) == kept
+    assert saved_bytes(dry_run(traced, plan, [0], device="cpu")) >= probabilities
+
+
 def test_the_command_prints_tables_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

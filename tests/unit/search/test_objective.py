@@ -91,7 +91,8 @@ def test_no_part_with_fewer_devices_has_a_plan(
     found = ask(cluster, "devices", limit_s)
     assert found.problem.cluster == part and found.plan.device_mesh.size == part.num_devices
     assert found.prediction.step_s <= min(within_s, time_s / (1 - GAPS["normal"]))
-    assert "proven" in " ".join(found.plan.notes)
+    proof = "(proven: of " if part.num_devices > 1 else "(the smallest part)"
+    assert proof in " ".join(found.plan.notes)
 
 
 def test_no_part_costs_less(times: tuple[ClusterSpec, Times]):
@@ -122,6 +123,24 @@ def test_what_is_no_request_is_refused():
         ask(model_cluster(1.2), "devices")
     with pytest.raises(InputError, match="node_usd_per_hour"):
         ask(ClusterSpec.parse("1xA100+1xV100"), "cost")
+
+
+def test_what_proves_nothing_says_so():
+    model, cluster = traced("mlp", 1, 2, 2), model_cluster(2.65)
+    for objective, words in (
+        ("devices", "not proven: 1 of 1 smaller part"),
+        ("cost", "nothing is"),
+    ):
+        request = Request(objective=objective, strategy="mcmc", time_limit_s=0.2)
+        found = find(model.graph, model.loss, cluster, request=request)
+        assert words in " ".join(found.plan.notes)
+
+
+def test_what_costs_nothing_is_as_cheap_everywhere():
+    cluster = model_cluster(9)
+    free = replace(cluster, groups=(replace(cluster.groups[0], node_usd_per_hour=0.0),))
+    found = ask(free, "cost")
+    assert found.problem.cluster == free
 
 
 def test_without_a_price_nodes_are_counted():
