@@ -41,7 +41,7 @@ class _Attention:
         backward: Its nodes in backward.
         operands: Query, key, value and mask.
         out: The result.
-        dout: Its gradient, None without a backward.
+        dy: Its gradient, None without a backward.
         gradients: Those of the operands, None of what has none.
     """
 
@@ -49,7 +49,7 @@ class _Attention:
     backward: list[fx.Node]
     operands: tuple[fx.Node, fx.Node, fx.Node, fx.Node]
     out: fx.Node
-    dout: fx.Node | None
+    dy: fx.Node | None
     gradients: tuple[fx.Node | None, ...]
 
 
@@ -89,9 +89,9 @@ def _understand(group: list[fx.Node]) -> _Attention | None:
     ends = _gradients(backward, {*forward, *operands}, operands)
     if backward and ends is None:
         return None
-    mine, dout, gradients = ends or ([], None, (None,) * 4)
+    mine, dy, gradients = ends or ([], None, (None,) * 4)
     return _Attention(
-        forward=forward, backward=mine, operands=operands, out=results[0], dout=dout,
+        forward=forward, backward=mine, operands=operands, out=results[0], dy=dy,
         gradients=gradients,
     )  # fmt: skip
 
@@ -112,15 +112,15 @@ def _gradients(
     backward: list[fx.Node], given: set[fx.Node], operands: tuple[fx.Node, ...]
 ) -> tuple[list[fx.Node], fx.Node, tuple[fx.Node | None, ...]] | None:
     """Nodes of a backward, the gradient that it takes and those that it gives; None if unclear."""
-    dout: fx.Node | None = None
+    dy: fx.Node | None = None
     mine: list[fx.Node] = []
     for node in backward:
         new = [n for n in node.all_input_nodes if n not in given and n not in mine]
-        if dout is None and len(new) == 1:
-            dout = new[0]
+        if dy is None and len(new) == 1:
+            dy = new[0]
         elif node.target is aten.add.Tensor and new:
             continue  # adds the gradient to one of another attention with the same mask
-        elif any(source is not dout for source in new):
+        elif any(source is not dy for source in new):
             return None
         mine.append(node)
     ends = [node for node in mine if leaves(node, set(mine))]
@@ -130,7 +130,7 @@ def _gradients(
         gradients.append(mate)
         if mate is not None:
             ends.remove(mate)
-    return None if dout is None or ends else (mine, dout, tuple(gradients))
+    return None if dy is None or ends else (mine, dy, tuple(gradients))
 
 
 def _join(editor: Editor, found: _Attention) -> None:
@@ -148,8 +148,8 @@ def _join(editor: Editor, found: _Attention) -> None:
         (*found.operands, True), (found.out.meta["val"], saved, seed, offset),
     )  # fmt: skip
     items = [item(editor, place, made, index) for index in range(4)]
-    if found.dout is not None:
-        place = next(node for node in found.backward if found.dout in node.all_input_nodes)
+    if found.dy is not None:
+        place = next(node for node in found.backward if found.dy in node.all_input_nodes)
         wanted = [end is not None for end in found.gradients]
         whole = (batch, heads, rows, shape_of(key)[2])
         values = [end.meta["val"] if end is not None else None for end in found.gradients]
@@ -157,7 +157,7 @@ def _join(editor: Editor, found: _Attention) -> None:
             values[3] = tensor(whole, mask.meta["val"].dtype)
         done = call(
             editor, place, aten._scaled_dot_product_efficient_attention_backward.default,
-            (found.dout, *found.operands, *items, 0.0, wanted), tuple(values),
+            (found.dy, *found.operands, *items, 0.0, wanted), tuple(values),
         )  # fmt: skip
         for index, end in enumerate(found.gradients):
             if end is None:
