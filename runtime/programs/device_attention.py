@@ -22,8 +22,10 @@ from autopar.runtime.programs.join import (
     groups_of,
     item,
     leaves,
+    own_backward,
     put,
     shape_of,
+    split_phases,
 )
 
 aten = torch.ops.aten
@@ -67,8 +69,7 @@ def join_attentions(editor: Editor, names: Mapping[str, str]) -> None:
 
 
 def _understand(group: list[fx.Node]) -> _Attention | None:
-    forward = [node for node in group if node.meta.get("phase") == "forward"]
-    backward = [node for node in group if node.meta.get("phase") != "forward"]
+    forward, backward = split_phases(group)
     products = [node for node in forward if node.target is aten.bmm.default]
     results = [node for node in forward if leaves(node, set(group))]
     if len(products) != 2 or len(results) != 1:
@@ -112,17 +113,10 @@ def _gradients(
     backward: list[fx.Node], given: set[fx.Node], operands: tuple[fx.Node, ...]
 ) -> tuple[list[fx.Node], fx.Node, tuple[fx.Node | None, ...]] | None:
     """Nodes of a backward, the gradient that it takes and those that it gives; None if unclear."""
-    dy: fx.Node | None = None
-    mine: list[fx.Node] = []
-    for node in backward:
-        new = [n for n in node.all_input_nodes if n not in given and n not in mine]
-        if dy is None and len(new) == 1:
-            dy = new[0]
-        elif node.target is aten.add.Tensor and new:
-            continue  # adds the gradient to one of another attention with the same mask
-        elif any(source is not dy for source in new):
-            return None
-        mine.append(node)
+    taken = own_backward(backward, given)
+    if taken is None:
+        return None
+    mine, dy = taken
     ends = [node for node in mine if leaves(node, set(mine))]
     gradients = list[fx.Node | None]()
     for operand in operands:
@@ -130,7 +124,7 @@ def _gradients(
         gradients.append(mate)
         if mate is not None:
             ends.remove(mate)
-    return None if dy is None or ends else (mine, dy, tuple(gradients))
+    return None if ends else (mine, dy, tuple(gradients))
 
 
 def _join(editor: Editor, found: _Attention) -> None:

@@ -8,7 +8,8 @@ the captured graph:
                 float16 and bfloat16 without a mask and heads of at most 256 features, else the
                 memory-efficient one; both save the logarithm of the sum of exponentials as float32
                 and the state of the random generator. Of float64 nothing is changed, although CUDA
-                has no fused kernel for it.
+                has no fused kernel for it. The ops of a mask that is trained,
+                for which the CPU has no kernel, become the memory-efficient one, too.
     layer norm, batch norm
                 mean and inverse deviation are float32 for float16 and bfloat16; on the CPU they
                 have the dtype of the input. (Group norm's have that on both.)

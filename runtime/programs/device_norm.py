@@ -16,8 +16,10 @@ from autopar.runtime.programs.join import (
     groups_of,
     item,
     leaves,
+    own_backward,
     put,
     shape_of,
+    split_phases,
 )
 
 aten = torch.ops.aten
@@ -64,8 +66,7 @@ def join_rms_norms(editor: Editor, names: Mapping[str, str]) -> None:
 
 
 def _understand(group: list[fx.Node]) -> _Norm | None:
-    forward = [node for node in group if node.meta.get("phase") == "forward"]
-    backward = [node for node in group if node.meta.get("phase") != "forward"]
+    forward, backward = split_phases(group)
     known = set(forward)
     results = [node for node in forward if leaves(node, set(group))]
     sources = arriving(forward, known)
@@ -84,21 +85,14 @@ def _understand(group: list[fx.Node]) -> _Norm | None:
 def _with_backward(norm: _Norm, backward: list[fx.Node]) -> _Norm | None:
     """`norm` with what its backward takes and gives; None if that is not understood."""
     given = {*norm.forward, norm.x, *([norm.weight] if norm.weight else [])}
-    dy: fx.Node | None = None
-    mine: list[fx.Node] = []
-    for node in backward:
-        new = [n for n in node.all_input_nodes if n not in given and n not in mine]
-        if dy is None and len(new) == 1:
-            dy = new[0]
-        elif node.target is aten.add.Tensor and new:
-            continue  # adds the gradient to one that went round the norm
-        elif any(source is not dy for source in new):
-            return None
-        mine.append(node)
+    taken = own_backward(backward, given)
+    if taken is None:
+        return None
+    mine, dy = taken
     ends = [node for node in mine if leaves(node, set(mine))]
     dxs = [node for node in ends if shape_of(node) == shape_of(norm.x)]
     dweights = [node for node in ends if node not in dxs]
-    if dy is None or len(dxs) > 1 or len(dweights) > 1:
+    if len(dxs) > 1 or len(dweights) > 1:
         return None
     if dweights and (norm.weight is None or shape_of(dweights[0]) != shape_of(norm.weight)):
         return None

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.runtime.programs.edit import Editor
@@ -25,6 +26,37 @@ def groups_of(editor: Editor, names: Mapping[str, str], op: str) -> list[list[fx
         if node.op == "call_function" and names.get(origin) == op:
             found.setdefault(origin, []).append(node)
     return list(found.values())
+
+
+def split_phases(group: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Nodes of forward, and those of backward."""
+    forward = [node for node in group if node.meta.get("phase") == "forward"]
+    return forward, [node for node in group if node.meta.get("phase") != "forward"]
+
+
+def own_backward(
+    backward: list[fx.Node], given: Collection[fx.Node]
+) -> tuple[list[fx.Node], fx.Node] | None:
+    """Nodes of a backward, and the one gradient that they take; None if they take other things.
+
+    A sum with a gradient that went round the op, or comes from another one, is none of them.
+
+    Args:
+        backward: Nodes of the op's origin, in order.
+        given: What of the op's forward, and its operands, they may take.
+    """
+    dy: fx.Node | None = None
+    mine: list[fx.Node] = []
+    for node in backward:
+        new = [n for n in node.all_input_nodes if n not in given and n not in mine]
+        if dy is None and len(new) == 1:
+            dy = new[0]
+        elif node.target is torch.ops.aten.add.Tensor and new:
+            continue
+        elif any(source is not dy for source in new):
+            return None
+        mine.append(node)
+    return None if dy is None else (mine, dy)
 
 
 def leaves(node: fx.Node, group: Collection[fx.Node]) -> bool:
