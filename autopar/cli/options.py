@@ -14,7 +14,7 @@ from autopar.errors import InputError
 from autopar.plan.extras import POLICIES, RESERVED, split_text
 from autopar.plan.shapes import shown
 from autopar.plan.strategies import ROLES, STRATEGIES, default_mesh, strategy_name
-from autopar.search.asked import kept_by_search
+from autopar.search.asked import TIME, kept_by_search
 from autopar.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def read_search(options: argparse.Namespace) -> tuple[Mesh | None, dict[str, Any
     Raises:
         AutoparError: If the options cannot be read.
     """
-    about_parts = options.objective != "time" or options.step_within is not None
+    about_parts = options.objective != TIME or options.step_within is not None
     asked = options.search is not None or options.strategy == "search" or about_parts
     if options.strategy not in (None, "search"):
         if asked:

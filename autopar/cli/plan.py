@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli import options as shared
 from autopar.cli import sizes
 from autopar.errors import InputError, PlanError
+from autopar.search.asked import OBJECTIVES, TIME
 from autopar.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--objective",
-        choices=("time", "devices", "cost"),
-        default="time",
+        choices=OBJECTIVES,
+        default=TIME,
         help="what is to be least: time of a step on all devices (default), the number of devices,"
         " or the cost per token, at the node_usd_per_hour of the cluster file",
     )

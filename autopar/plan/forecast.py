@@ -418,17 +418,20 @@ def room_words(forecast: Forecast) -> str:
     return f"fits, {format_bytes(-full.over_bytes)} free at least{where}"
 
 
-def cost_words(usd_per_hour: float, step_s: float, batch: int | None, tokens: int | None) -> str:
+def cost_words(
+    price_per_hour: float, step_s: float, batch: int | None, tokens: int | None, unit: str = "USD"
+) -> str:
     """What a step costs, such as ``1.23 USD per million tokens``.
 
     Args:
-        usd_per_hour: Price of the cluster.
+        price_per_hour: Price of the cluster, in `unit` per hour.
         step_s: Seconds of a step.
         batch: Samples of a step, if known.
         tokens: Tokens of a sample, if it has any.
+        unit: In what it is paid.
     """
-    usd = usd_per_hour * step_s / 3600
+    price = price_per_hour * step_s / 3600
     if not batch:
-        return f"{usd:.4g} USD per step"
-    unit = "tokens" if tokens else "samples"
-    return f"{usd / (batch * (tokens or 1)) * 1e6:.4g} USD per million {unit}"
+        return f"{price:.4g} {unit} per step"
+    what = "tokens" if tokens else "samples"
+    return f"{price / (batch * (tokens or 1)) * 1e6:.4g} {unit} per million {what}"

@@ -30,6 +30,9 @@ FIXABLE = (
 """Constraints beside a mesh that a search keeps; factors on axes are others."""
 SEARCH = "search"
 """What a plan that was searched for says where others name a strategy."""
+TIME, DEVICES, COST = "time", "devices", "cost"
+OBJECTIVES = (TIME, DEVICES, COST)
+"""What a search makes least: seconds of a step on all devices; devices; cost per token."""
 MICRO_BATCH, STAGE_LAYERS = "micro_batch", "stage_layers"
 """The same in configurations of other frameworks: samples of a data rank at a time; layers of the
 first and the last of so many stages, where all others have as many each."""

@@ -15,10 +15,10 @@ from autopar.graph.ir import Graph
 from autopar.plan.plan import Plan
 from autopar.registry import Registry
 from autopar.search import dp, exact, exhaustive, expert, ilp, mcmc, rl
-from autopar.search.asked import Asked
+from autopar.search.asked import OBJECTIVES, TIME, Asked
 from autopar.search.finish import certificate_note, finish, shortfall_notes
 from autopar.search.infeasible import LIMIT_S, alone, explain_infeasible
-from autopar.search.objective import OBJECTIVES, TIME, changes, choose
+from autopar.search.objective import changes, choose
 from autopar.search.others import with_others
 from autopar.search.problem import Problem
 from autopar.search.result import Interruptible, SearchResult

@@ -2,8 +2,8 @@
 
 Parts are made of whole nodes; where devices are counted, a single node may be used in part. Each is
 searched with what a step may take there to be of use, so that bounds rule out most of them: for the
-fewest devices from small parts to large ones, for the least cost from the fastest to the slowest,
-so that those found on the way are the front of time and cost.
+fewest devices from small parts to large ones, for the least cost from large, fast ones to
+small ones, so that those found on the way are the front of time and cost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.forecast import sizes_of
 from autopar.errors import InputError, PlanError
 from autopar.plan.forecast import cost_words as priced
+from autopar.search.asked import COST, DEVICES
 from autopar.search.infeasible import explain_infeasible
 from autopar.search.problem import Outcome, Problem
 from autopar.search.result import SearchResult
 from autopar.search.whatif import Change
 from autopar.units import counted, format_seconds
 
-TIME, DEVICES, COST = "time", "devices", "cost"
-OBJECTIVES = (TIME, DEVICES, COST)
-"""What a search makes least: seconds of a step on all devices; devices; cost per token."""
 FEW_NODES, MOST_PARTS = 8, 64
 """Up to so many nodes every number of them is a part; of more, those of factors 2 and 3. Of unequal
 nodes every combination, if there are at most so many."""
@@ -229,8 +227,8 @@ def price_of(cluster: ClusterSpec) -> float:
 
 def cost_words(problem: Problem, cluster: ClusterSpec, step_s: float) -> str:
     """What a step costs, such as ``1.23 USD per million tokens``."""
-    words = priced(price_of(cluster), step_s, *sizes_of(problem.layout))
-    return words if cluster.usd_per_hour is not None else words.replace("USD", "node-hours")
+    unit = "node-hours" if cluster.usd_per_hour is None else "USD"
+    return priced(price_of(cluster), step_s, *sizes_of(problem.layout), unit)
 
 
 def _counts(nodes: int) -> tuple[int, ...]:
@@ -274,21 +272,26 @@ def _on(problem: Problem, cluster: ClusterSpec) -> Problem | None:
 def _nothing(state: _Search) -> PlanError:
     """Why no part is good enough."""
     problem = state.problem
+    late = PlanError(
+        f"no plan was found on {counted(len(state.parts), 'part')} of {problem.cluster} within"
+        f" {format_seconds(state.limit_s)}",
+        fix="give the search more time (--time-limit)",
+        where="search",
+    )
     if not state.ended:
-        return PlanError(
-            f"no plan was found on {counted(len(state.parts), 'part')} of {problem.cluster} within"
-            f" {format_seconds(state.limit_s)}",
-            fix="give the search more time (--time-limit)",
-            where="search",
-        )
+        return late
     result = state.run(problem, math.inf, state.limit_s)
     if result.best is None:
         return explain_infeasible(problem, result)
-    took = [part.bound_s for part in state.parts if math.isfinite(part.bound_s)]
+    if math.isinf(state.within_s):  # more time was enough
+        return late
+    least = min((part.bound_s for part in state.parts), default=0.0)
     return PlanError(
         f"no plan on {problem.cluster}, or on a part of it that was searched, takes at most"
         f" {format_seconds(state.within_s)} per step (predicted)",
-        expected=f"at least {format_seconds(min(took))}: no plan searched is faster",
+        expected=f"at least {format_seconds(least)}: no plan searched is faster"
+        if 0 < least < math.inf
+        else None,
         fix=f"allow a step more time (--step-within): all devices take"
         f" {format_seconds(result.best.step_s)} (predicted, {result.best.candidate.point.text()});"
         " or take more or faster devices",
@@ -346,9 +349,3 @@ def changes(chosen: Chosen) -> list[Change]:
         for part in chosen.parts
         if part.best is not None and part.cluster != chosen.problem.cluster
     ]
-
-
-__all__ = [
-    "COST", "DEVICES", "OBJECTIVES", "TIME", "Chosen", "Part", "changes", "choose", "cost_words",
-    "parts_of", "price_of",
-]  # fmt: skip
