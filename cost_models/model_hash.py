@@ -11,7 +11,7 @@ from autopar.cost_models.cluster import ClusterSpec
 from autopar.cost_models.evaluate import Software
 from autopar.plan.fingerprint import hash_of
 
-COST_MODEL_VERSION = 4
+COST_MODEL_VERSION = 5
 """Grows with every change of the cost model's code that changes what it predicts."""
 _MODULES = (
     "allocator", "buckets", "collectives", "compute", "evaluate", "flops", "kernels", "layout",

@@ -116,6 +116,18 @@ class SoftwareStack:
         fused_qkv: Whether queries, keys and values are one product.
         fused_gate: Whether both halves of SwiGLU are one product.
         fused_dropout_add: Whether the dropout of a block and the sum after it are one kernel.
+        softmax_keys: Keys up to which Megatron's fused softmax of scores is used where its other
+            limits are met (``fused_softmax.py``): 16-bit numbers, and a multiple of four of
+            sequences times local heads; 0 where the softmax is another.
+        separate_bias: Whether a product's bias is added by a kernel of its own.
+        tensor_copies: Whether what tensor ranks need no collective for is copied instead: the input
+            of a column parallel product, and the gradient of what a row parallel one gives.
+        fused_rotary: Whether queries and keys are rotated in place, by a kernel each.
+        wide_norms: Whether norms take float32, to which their input is cast.
+        norms_again: Whether norms run again in backward where blocks do not.
+        hidden_sums: Whether sums of gradients over tensor ranks run beside the products that make
+            gradients of weights.
+        blocking: Whether the host waits for every kernel before it launches the next.
         fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
         balanced: Whether tokens go to experts evenly, whatever the router says (benchmarks).
         regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
@@ -163,6 +175,14 @@ class SoftwareStack:
     fused_qkv: bool = False
     fused_gate: bool = False
     fused_dropout_add: bool = False
+    softmax_keys: int = 0
+    separate_bias: bool = False
+    tensor_copies: bool = False
+    fused_rotary: bool = False
+    wide_norms: bool = False
+    norms_again: bool = False
+    hidden_sums: bool = False
+    blocking: bool = False
     fused_norm: bool = True
     balanced: bool = False
     regather: bool = False
@@ -204,7 +224,7 @@ _STACKS = (
     ),
     SoftwareStack(
         name="megatron-deepspeed", attention="unfused", loss="vocab_parallel",
-        fused_qkv=True, fused_gate=True,
+        fused_qkv=True, fused_gate=True, softmax_keys=2048,
         dropout=True, fused_dropout_add=True, bucket_bytes=1_000_000_000, overlap=0.0,
         update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         fitted=("time_factor", "element_factor", "reserved_factor"),
@@ -213,8 +233,8 @@ _STACKS = (
     ),
     SoftwareStack(
         name="vtrain", attention="unfused", loss="eager", fused_qkv=True, dropout=True,
-        fused_dropout_add=True,
-        overlap=0.0, fitted=(), like="megatron-deepspeed",
+        fused_dropout_add=True, softmax_keys=2048, overlap=0.0,
+        fitted=(), like="megatron-deepspeed",
         step_s=0.0, launch_s=60e-6, local_ends=True,
         source="VIA-Research/vTrain f8dda84, src/predictor.py and src/model: steps composed from "
         "the kernels and gaps that one device traced for a model of one block, layer after layer; "
@@ -222,13 +242,14 @@ _STACKS = (
     ),
     SoftwareStack(
         name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",
-        fused_qkv=True, fused_gate=True,
+        fused_qkv=True, fused_gate=True, softmax_keys=2048,
         dropout=True, fused_dropout_add=True, bucket_bytes=2_000_000_000,
         context_bytes=3_000_000_000, overlap=0.0,
         update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
-        fitted=("time_factor", "element_factor", "reserved_factor"),
+        fitted=("time_factor", "element_factor", "reserved_factor"), blocking=True,
         source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
-        "after backward",
+        "after backward; bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md "
+        "(CUDA_LAUNCH_BLOCKING=1, without which it hung)",
     ),
     SoftwareStack(
         name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True, master_weights=False,
@@ -237,14 +258,15 @@ _STACKS = (
     ),
     SoftwareStack(
         name="mcore", attention="flash2", hopper_attention="flash3", loss="vocab_parallel",
-        fused_qkv=True, fused_gate=True, update_bytes=CLIPPED_BYTES,
+        fused_qkv=True, fused_gate=True, fused_rotary=True, update_bytes=CLIPPED_BYTES,
         gradient_bytes=4, context_bytes=3_000_000_000,
         source="NVIDIA/Megatron-LM core 0.5 and later with Transformer Engine, which prefers the "
-        "fused attention of cuDNN on compute capability 9.0; NeMo, FlagScale",
+        "fused attention of cuDNN on compute capability 9.0; rotary embeddings in kernels of their "
+        "own unless --no-rope-fusion; NeMo, FlagScale",
     ),
     SoftwareStack(
         name="nemo", attention="flash3", loss="vocab_parallel",
-        fused_qkv=True, fused_gate=True, overlapped_tensor=True,
+        fused_qkv=True, fused_gate=True, fused_rotary=True, overlapped_tensor=True,
         gradient_bytes=4, context_bytes=3_000_000_000, fitted=(), like="mcore",
         update_bytes=CLIPPED_BYTES,
         balanced=True,
@@ -262,20 +284,25 @@ _STACKS = (
         "torchao's float8_tensor_parallel.py",
     ),
     SoftwareStack(
-        name="internevo", attention="flash2", loss="fused",
-        fused_qkv=True,
+        name="internevo", attention="flash1", loss="fused",
+        fused_qkv=True, fused_rotary=True, wide_norms=True, norms_again=True, hidden_sums=True,
         update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         element_factor=EAGER_ELEMENTS,
-        source="InternLM/InternEvo: flash attention, fused norms, cross entropy and rotary",
+        source="InternLM/InternEvo and, before it, InternLM/InternLM fa7337b: doc/en/install.md "
+        "(flash-attention v1.0.5 with its cross entropy, rotary embeddings and fused_dense, which "
+        "sums gradients beside products; Apex's norms), internlm/model/modeling_internlm.py "
+        "(norms of float32, dropout_selective_checkpoint), configs/7B_sft.py",
     ),
     SoftwareStack(
         name="paddle", attention="flash1", loss="vocab_parallel", dropout=True,
-        fused_qkv=True,
+        separate_bias=True, tensor_copies=True,
         update_bytes=CLIPPED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
         rooted_reduce=True,
         element_factor=EAGER_ELEMENTS,
         source="PaddlePaddle 2.5.1 with PaddleNLP: fp16 O2, flash attention, "
-        "group_sharded_stage2.py without reduce_overlap",
+        "group_sharded_stage2.py without reduce_overlap; mpu/mp_ops.py (c_identity copies); "
+        "FlagOpen/FlagPerf training/nvidia/*-paddle/config (fuse_attention_qkv = 0; fused_linear "
+        "is off, and needs CUDA 11.6 where 11.2 was used)",
     ),
     SoftwareStack(
         name="fms-fsdp", attention="flash2", loss="eager", compiled=True, early_stop=True,
@@ -284,8 +311,9 @@ _STACKS = (
     ),
     SoftwareStack(
         name="sailor", attention="unfused", loss="vocab_parallel", fused_qkv=True,
-        gradient_bytes=4, element_factor=EAGER_ELEMENTS, update_bytes=CLIPPED_BYTES,
-        accumulate_bytes=2 * ACCUMULATE_BYTES, flatten_bytes=2 * FLATTEN_BYTES,
+        softmax_keys=2048, gradient_bytes=4, element_factor=EAGER_ELEMENTS,
+        update_bytes=CLIPPED_BYTES, accumulate_bytes=2 * ACCUMULATE_BYTES,
+        flatten_bytes=2 * FLATTEN_BYTES,
         source="eth-easl/sailor: Megatron-DeepSpeed with its pipeline engine, float32; without "
         "dropout, whose masks and copies the memory of its runs has no room for",
     ),

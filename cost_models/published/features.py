@@ -15,6 +15,7 @@ from autopar.cost_models.implementation import Implementation
 from autopar.cost_models.kernels import kernels_of, moves_of, saved_of
 from autopar.cost_models.ops.call import Rank
 from autopar.cost_models.published import tables
+from autopar.cost_models.published.as_run import as_run
 from autopar.cost_models.published.jobs import Job
 from autopar.cost_models.published.tables import Piece, Shift
 from autopar.cost_models.software import implementation_of
@@ -65,7 +66,7 @@ def work_of(job: Job) -> Work:
             + tuple(item for item in ends.pieces if item.part in _OUTER),
             shifts=tuple(item for item in found.shifts if item.part not in _OUTER),
         )
-    return replace(found, pieces=tuple(_spread(piece, job) for piece in found.pieces))
+    return replace(found, pieces=tuple(as_run(found.pieces, found.shifts, job)))
 
 
 _OUTER = (tables.FIRST, tables.LAST)
@@ -77,45 +78,6 @@ def shallow(job: Job) -> DecoderConfig:
     kinds = 2 if config.experts and config.dense_layers else 1
     config = replace(config, layers=kinds, dense_layers=min(config.dense_layers, kinds - 1))
     return replace(config, dropout=0.1) if job.stack.dropout else config
-
-
-def _spread(piece: Piece, job: Job) -> Piece:
-    """A piece of a graph of local tokens as context, tensor and expert ranks make it.
-
-    A query meets the keys of all context ranks. Frameworks split every expert over the tensor
-    ranks, where the graph gives each rank experts of its own: the same work in other shapes. An
-    expert meets the tokens of all expert ranks: its products are longer, and a rank has fewer.
-    """
-    kernel = piece.kernel
-    attention, product = kernel.attention, kernel.matmul
-    dropped = kernel.op == "native_dropout" and piece.part in (tables.BLOCK, tables.SPARSE)
-    if job.stack.fused_dropout_add and dropped:  # the sum after it reads its operand instead
-        return replace(piece, kernel=replace(kernel, read_bytes=0, write_bytes=0, launches=0))
-    if piece.core and kernel.kind == "softmax" and job.dtype == "tf32":
-        # Megatron's fused softmax takes 16-bit numbers; others are scaled, masked and normalised
-        # one after the other, each read and written.
-        passes = 7 / 3 if kernel.phase == "input_gradient" else 3.0
-        read, written = (round(passes * size) for size in (kernel.read_bytes, kernel.write_bytes))
-        kernel = replace(kernel, read_bytes=read, write_bytes=written, launches=kernel.launches + 2)
-        return replace(piece, kernel=kernel)
-    if job.cp > 1 and attention is not None:
-        attention = replace(attention, seq_k=attention.seq_k * job.cp)
-        return replace(
-            piece, kernel=replace(kernel, flops=kernel.flops * job.cp, attention=attention)
-        )
-    if kernel.kind != "grouped_matmul" or product is None:
-        return piece
-    config = job.config
-    rows = job.micro_batch * (job.seq // job.cp) * config.top_k / config.experts
-    inner = (config.expert_ffn, 2 * config.expert_ffn)
-    sides = {}
-    for name in ("m", "n", "k"):
-        value = getattr(product, name)
-        if value in inner:
-            sides[name] = max(1, value // job.tp)
-        elif any(abs(value - found) <= max(1.0, 0.01 * found) for found in (rows, rows / job.tp)):
-            sides[name] = max(1, round(rows * job.ep))
-    return replace(piece, kernel=replace(kernel, matmul=replace(product, **sides)))
 
 
 @cache

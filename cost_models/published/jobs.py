@@ -159,7 +159,7 @@ def read_job(row: Row, *, assume_recompute: str | None = None) -> Job:
     tp = degrees["tp"]
     sequence_parallel = plan["sp"]
     if sequence_parallel is None:
-        sequence_parallel = software.name in ("mcore", "nemo", "internevo") and tp > 1
+        sequence_parallel = software.name in ("mcore", "nemo") and tp > 1
         if tp > 1:
             assumed.append(f"sequence parallel {'on' if sequence_parallel else 'off'}")
     if config.positions == "learned":

@@ -264,6 +264,8 @@ def _sizes(job: Job) -> dict[str, float]:
         "last_product": last_product(config) if job.stack.early_stop else 0.0,
         "every_second": sum(products(config)[1::2]) / sum(products(config)),
         "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
+        "hidden_sums": _hidden_sums(job),
+        "blocking": job.stack.blocking,
         "updated": (layers * block + outer) / (shards if job.zero else 1),
         "update_bytes": job.stack.update_bytes,
         "params": layers * block + outer,
@@ -279,6 +281,13 @@ def _sizes(job: Job) -> dict[str, float]:
         "step_s": job.stack.step_s,
         "load": expert_load(job),
     }
+
+
+def _hidden_sums(job: Job) -> float:
+    """What is left of tensor collectives in backward."""
+    if job.asynchronous_tp:
+        return HIDDEN_TENSOR
+    return SLOWDOWN if job.stack.hidden_sums and not job.sequence_parallel else 1.0
 
 
 def _shard_copies(job: Job) -> float:
@@ -334,7 +343,7 @@ def _block(
     whole = size["recompute_share"] * (1 - last)
     repeated = np.select([kinds == "full", kinds == "ops"], [whole, 0.5], 0.0)
     ahead = tensor(moved, wires.FORWARD, wires.SPARSE_FORWARD) * size["hidden_tensor"]
-    back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_tensor"]
+    back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_sums"]
     routing, exchange = moved[wires.ROUTE] * sparse * size["load"], moved[wires.EXCHANGE]
     tensor_forward = ahead + 0.3 * exchange + 2 * routing
     tensor_backward = back + 0.6 * exchange + 2 * routing
@@ -343,8 +352,13 @@ def _block(
     call_s = COLLECTIVE_LAUNCHES * device["launch_s"]
     calls_forward = tensor(calls, wires.FORWARD, wires.SPARSE_FORWARD)
     calls_backward = tensor(calls, wires.BACKWARD, wires.SPARSE_BACKWARD) + repeated * calls_forward
+
+    def together(spent: Floats, host: Floats) -> Floats:
+        """Device and host: the host launches ahead, or waits for every kernel."""
+        return np.where(size["blocking"] > 0, spent + host, race(spent, host))
+
     ends = (
-        race(
+        together(
             table.total(seconds, table.part == place) + moved[slot],
             table.total(hosts, table.part == place) + call_s * calls[slot],
         )
@@ -352,8 +366,10 @@ def _block(
     )
     first, last = ends
     return _Block(
-        forward=race(device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward),
-        backward=race(
+        forward=together(
+            device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward
+        ),
+        backward=together(
             device_of[1] + joined_back + tensor_backward, host_of[1] + call_s * calls_backward
         ),
         tensor=tensor_forward + tensor_backward,

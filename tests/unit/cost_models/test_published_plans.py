@@ -39,6 +39,11 @@ LONG = (
     ("flagperf-llama2-70b-h800-t8p4", 2),
 )
 """Row, and blocks of a stage."""
+AS_HERE = {
+    "scatter_messages": False, "separate_bias": False, "tensor_copies": False,
+    "fused_rotary": False,
+}  # fmt: skip
+"""Messages as this package sends them, and no kernels but those of the graph."""
 
 
 @functools.cache
@@ -53,7 +58,7 @@ def shorter(row: Row, layers: int) -> Job:
     count = min(job.microbatches, 2 * job.pp if job.pp > 1 else 2)
     return replace(
         job,
-        stack=replace(job.stack, scatter_messages=False),  # as this package sends them
+        stack=replace(job.stack, **AS_HERE),
         config=replace(job.config, layers=layers * stages),
         stage_layers=(layers,) * stages,
         global_batch=count * job.dp * job.micro_batch,

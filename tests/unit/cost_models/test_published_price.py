@@ -124,6 +124,19 @@ def test_the_cheaper_plan_is_cheaper(better, which):
     assert getattr(found, which)[0] < getattr(worse, which)[0]
 
 
+def test_host_and_device_add_where_the_host_waits_for_every_kernel():
+    waits = replace(JOB, stack=replace(JOB.stack, blocking=True))
+
+    def step(job: Job, launch_s: float) -> float:
+        return float(times(job, {("H100-SXM", "launch_s"): launch_s}).step_s[0])
+
+    assert step(waits, 0.0) == pytest.approx(step(JOB, 0.0))
+    launches = 8 * 2 + 1  # two kernels a block, one after the blocks
+    more = JOB.microbatches * launches * 40e-6
+    assert step(waits, 40e-6) - step(waits, 0.0) == pytest.approx(more)
+    assert step(JOB, 40e-6) - step(JOB, 0.0) < 0.02 * more
+
+
 @pytest.mark.parametrize("name", ["matmul_share", "memory_share", "link_share", "network_share"])
 def test_a_faster_device_is_faster(name):
     job = replace(JOB, dp=16, cp=8, zero=3, regather=True, global_batch=128)
@@ -197,10 +210,10 @@ def test_checkpointing_without_reentrance_leaves_out_the_last_product():
 
 def test_collectives_around_the_embedding_are_not_those_of_every_block():
     (row,) = [row for row in read_rows() if row.id == "internevo-t2z4-g128"]
-    job = read_job(row)
+    job = replace(read_job(row), sequence_parallel=True)
     block = [found.move for found in work_of(job).shifts if found.part == tables.BLOCK]
     kinds = sorted(move.kind for move in block for _ in range(move.count))
-    assert job.sequence_parallel and kinds == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+    assert kinds == ["all_gather"] * 4 + ["reduce_scatter"] * 4
 
 
 def copied_s(job: Job, **facts) -> float:
