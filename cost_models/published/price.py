@@ -353,29 +353,40 @@ def _block(
     calls_forward = tensor(calls, wires.FORWARD, wires.SPARSE_FORWARD)
     calls_backward = tensor(calls, wires.BACKWARD, wires.SPARSE_BACKWARD) + repeated * calls_forward
 
-    def together(spent: Floats, host: Floats) -> Floats:
-        """Device and host: the host launches ahead, or waits for every kernel."""
-        return np.where(size["blocking"] > 0, spent + host, race(spent, host))
-
-    ends = (
-        together(
-            table.total(seconds, table.part == place) + moved[slot],
-            table.total(hosts, table.part == place) + call_s * calls[slot],
-        )
-        for place, slot in ((tables.FIRST, wires.FIRST), (tables.LAST, wires.LAST))
-    )
-    first, last = ends
+    first, last = _ends(batch, seconds, hosts, moved, call_s)
     return _Block(
-        forward=together(
-            device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward
+        forward=_together(
+            batch, device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward
         ),
-        backward=together(
-            device_of[1] + joined_back + tensor_backward, host_of[1] + call_s * calls_backward
+        backward=_together(
+            batch, device_of[1] + joined_back + tensor_backward,
+            host_of[1] + call_s * calls_backward,
         ),
         tensor=tensor_forward + tensor_backward,
         first=first,
         last=last,
-    )
+    )  # fmt: skip
+
+
+def _together(batch: Batch, device: Floats, host: Floats) -> Floats:
+    """Seconds of device and host, which launches ahead or waits for every kernel."""
+    return np.where(batch.sizes["blocking"] > 0, device + host, race(device, host))
+
+
+def _ends(
+    batch: Batch, seconds: Floats, hosts: Floats, moved: Floats, call_s: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of what comes before the blocks, and after them."""
+    table, calls = batch.table, batch.wires.calls
+
+    def end(part: int, slot: int) -> Floats:
+        inside = table.part == part
+        return _together(
+            batch, table.total(seconds, inside) + moved[slot],
+            table.total(hosts, inside) + call_s * calls[slot],
+        )  # fmt: skip
+
+    return end(tables.FIRST, wires.FIRST), end(tables.LAST, wires.LAST)
 
 
 def _joined(batch: Batch, device: Mapping[str, Floats]) -> tuple[Floats, Floats]:
