@@ -128,9 +128,6 @@ class SoftwareStack:
         hidden_sums: Whether sums of gradients over tensor ranks run beside the products that make
             gradients of weights.
         blocking: Whether the host waits for every kernel before it launches the next.
-        traced: Whether steps are composed from a traced one, see `published.traced`.
-        backward_launch: There, time of the host per kernel of backward, which autograd runs
-            without Python, over that of forward.
         fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
         balanced: Whether tokens go to experts evenly, whatever the router says (benchmarks).
         regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
@@ -186,8 +183,6 @@ class SoftwareStack:
     norms_again: bool = False
     hidden_sums: bool = False
     blocking: bool = False
-    traced: bool = False
-    backward_launch: float = 1.0
     fused_norm: bool = True
     balanced: bool = False
     regather: bool = False
@@ -240,11 +235,10 @@ _STACKS = (
         name="vtrain", attention="unfused", loss="eager", fused_qkv=True, dropout=True,
         fused_dropout_add=True, softmax_keys=2048, overlap=0.0,
         fitted=(), like="megatron-deepspeed",
-        step_s=0.0, launch_s=147e-6, backward_launch=0.3, local_ends=True, traced=True,
+        step_s=0.0, launch_s=60e-6, local_ends=True,
         source="VIA-Research/vTrain f8dda84, src/predictor.py and src/model: steps composed from "
         "the kernels and gaps that one device traced for a model of one block, layer after layer; "
-        "launch_s, which the tracing is part of, and backward_launch fitted on 720 rows of "
-        "vtrain-single",
+        "launch_s, which the tracing is part of, fitted on 720 rows of vtrain-single",
     ),
     SoftwareStack(
         name="deepspeed-pipeline", attention="unfused", loss="vocab_parallel",

@@ -42,8 +42,6 @@ def as_run(pieces: Iterable[Piece], shifts: Iterable[Shift], job: Job) -> Iterat
         yield from _rotations(job)
     if job.stack.tensor_copies:
         yield from _copies(shifts)
-    if job.stack.traced:
-        yield from _transposes(job)
 
 
 def _spread(piece: Piece, job: Job) -> Piece:
@@ -159,17 +157,6 @@ def _rotations(job: Job) -> Iterator[Piece]:
                     read_bytes=size, write_bytes=size, dtype="bfloat16",
                 )  # fmt: skip
                 yield Piece(kernel=kernel, part=part, core=False)
-
-
-def _transposes(job: Job) -> Iterator[Piece]:
-    """Copies at both ends of vTrain's traced block, from batch to sequence first and back."""
-    size = 2 * job.micro_batch * job.seq * job.config.hidden
-    for phase in _BOTH_WAYS:
-        kernel = Kernel(
-            node="transpose", op="clone", kind="copy", phase=phase, flops=0, read_bytes=size,
-            write_bytes=size, dtype="bfloat16", count=2,
-        )  # fmt: skip
-        yield Piece(kernel=kernel, part=tables.BLOCK, core=False)
 
 
 def _copies(shifts: Iterable[Shift]) -> Iterator[Piece]:

@@ -173,7 +173,7 @@ def toys(rows: Sequence[Row], values: Mapping[Target, float]) -> dict[str, Any]:
     measured = np.array([row.step_time_s for row, _ in kept], dtype=np.float64)
     widths = np.array([job.config.hidden for _, job in kept])
     stacks = sorted({job.stack.name for _, job in kept})
-    launches = np.geomspace(10e-6, 250e-6, 60).tolist()
+    launches = np.geomspace(10e-6, 100e-6, 40).tolist()
     guesses = [
         batch.price({**values, **{(name, "launch_s"): launch for name in stacks}}).step_s
         for launch in launches

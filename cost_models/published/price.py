@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import numpy as np
 from autopar.cost_models import compute
 from autopar.cost_models.compute import COLLECTIVE_LAUNCHES, Speeds, host_seconds, race, seconds_of
 from autopar.cost_models.hardware import load_device
-from autopar.cost_models.published import tables, traced, wires
+from autopar.cost_models.published import tables, wires
 from autopar.cost_models.published.features import Work
 from autopar.cost_models.published.jobs import Job, last_product, products
 from autopar.cost_models.published.tables import Table
@@ -92,7 +92,6 @@ class Batch:
         self.jobs = tuple(jobs)
         self.table = Table.of([work.pieces for work in works])
         self.wires = Wires(self.jobs, [work.shifts for work in works])
-        self.traces = traced.traces(self.jobs, [work.pieces for work in works])
         self.devices = tuple(load_device(job.hardware.device) for job in jobs)
 
     def column(self, values: Sequence[float | bool]) -> Floats:
@@ -355,7 +354,7 @@ def _block(
     calls_backward = tensor(calls, wires.BACKWARD, wires.SPARSE_BACKWARD) + repeated * calls_forward
 
     first, last = _ends(batch, seconds, hosts, moved, call_s)
-    block = _Block(
+    return _Block(
         forward=_together(
             batch, device_of[0] + joined + tensor_forward, host_of[0] + call_s * calls_forward
         ),
@@ -367,27 +366,6 @@ def _block(
         first=first,
         last=last,
     )  # fmt: skip
-    return _composed(batch, block, seconds, device["launch_s"], tensor_forward, tensor_backward)
-
-
-def _composed(
-    batch: Batch, block: _Block, seconds: Floats, launch_s: Floats, ahead: Floats, back: Floats
-) -> _Block:
-    """Blocks of jobs whose steps are composed from a trace, with collectives between kernels."""
-    if not batch.traces:
-        return block
-    share = batch.column([job.stack.backward_launch for job in batch.jobs])
-    found = traced.parts(batch.traces, seconds, launch_s, share)
-    composed = np.array([job.stack.traced for job in batch.jobs])
-    again = np.where(batch.recompute == "full", batch.sizes["recompute_share"], 0.0)
-    forward = found[0] + ahead
-    return replace(
-        block,
-        forward=np.where(composed, forward, block.forward),
-        backward=np.where(composed, found[1] + back + again * found[0], block.backward),
-        first=np.where(composed, found[2], block.first),
-        last=np.where(composed, found[3], block.last),
-    )
 
 
 def _together(batch: Batch, device: Floats, host: Floats) -> Floats:

@@ -335,16 +335,16 @@ def test_each_rank_of_the_simulator_has_ends_of_its_own():
     wide = [p.kernel.matmul.n for p in work.pieces if p.part == tables.LAST and p.kernel.matmul]
     assert 50257 // 2 in wide
     times = Batch([job], [work])
-    slow = times.price({("vtrain", "launch_s"): 250e-6}).step_s
+    slow = times.price({("vtrain", "launch_s"): 90e-6}).step_s
     assert slow > times.price().step_s == times.price({("A100-80-SXM", "launch_s"): 9e-6}).step_s
 
 
 @pytest.mark.long
 def test_one_launch_constant_prices_the_other_width_of_the_simulator():
     found = toys(read_rows(), {})
-    assert all(found[width]["mean_abs_error"] <= 0.08 for width in ("1024", "2048"))
+    assert found["1024"]["mean_abs_error"] <= 0.06 and found["2048"]["mean_abs_error"] <= 0.077
     for stats in found.values():  # what is stored is what is fitted
-        assert stats["launch_us"] == pytest.approx(147, rel=0.05)
+        assert stats["launch_us"] == pytest.approx(60, rel=0.05)
 
 
 def test_stacks_have_at_most_four_constants_in_their_ranges():
