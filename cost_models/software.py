@@ -117,8 +117,8 @@ class SoftwareStack:
         fused_gate: Whether both halves of SwiGLU are one product.
         fused_dropout_add: Whether the dropout of a block and the sum after it are one kernel.
         softmax_keys: Keys up to which Megatron's fused softmax of scores is used where its other
-            limits are met (``fused_softmax.py``): 16-bit numbers, and a multiple of four of
-            sequences times local heads; 0 where the softmax is another.
+            limits are met (``fused_softmax.py``): 16-bit numbers, more than 16 keys, a multiple of
+            four of queries, and of sequences times local heads; 0 where the softmax is another.
         separate_bias: Whether a product's bias is added by a kernel of its own.
         tensor_copies: Whether what tensor ranks need no collective for is copied instead: the input
             of a column parallel product, and the gradient of what a row parallel one gives.
@@ -126,8 +126,9 @@ class SoftwareStack:
         wide_norms: Whether norms take float32, to which their input is cast.
         norms_again: Whether norms run again in backward where blocks do not.
         hidden_sums: Whether sums of gradients over tensor ranks run beside the products that make
-            gradients of weights.
-        blocking: Whether the host waits for every kernel before it launches the next.
+            gradients of weights, as far as those last.
+        blocking: Whether the host waits for every kernel before it launches the next; a setting of
+            a run (CUDA_LAUNCH_BLOCKING), not of a framework.
         fused_norm: Whether an RMS norm is one kernel where nothing is compiled.
         balanced: Whether tokens go to experts evenly, whatever the router says (benchmarks).
         regather: Whether what sequence parallelism gathers is gathered again in backward, not kept.
@@ -246,10 +247,9 @@ _STACKS = (
         dropout=True, fused_dropout_add=True, bucket_bytes=2_000_000_000,
         context_bytes=3_000_000_000, overlap=0.0,
         update_bytes=MIXED_BYTES, accumulate_bytes=ACCUMULATE_BYTES, flatten_bytes=FLATTEN_BYTES,
-        fitted=("time_factor", "element_factor", "reserved_factor"), blocking=True,
+        fitted=("time_factor", "element_factor", "reserved_factor"),
         source="the same with DeepSpeed's pipeline engine and ZeRO-1 (BLOOM): gradients are summed "
-        "after backward; bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md "
-        "(CUDA_LAUNCH_BLOCKING=1, without which it hung)",
+        "after backward",
     ),
     SoftwareStack(
         name="llm-foundry", attention="flash1", loss="fused", fused_qkv=True, master_weights=False,

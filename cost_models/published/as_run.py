@@ -17,13 +17,9 @@ from autopar.cost_models.work import Kernel, Phase
 
 _BLOCKS = (tables.BLOCK, tables.SPARSE)
 _BOTH_WAYS: tuple[Phase, ...] = ("forward", "input_gradient")
-_ROTARY = frozenset((
-    "arange", "neg", "div", "pow", "mul", "cos", "sin", "_to_copy", "sub", "add", "mul_backward",
-    "sub_backward", "neg_backward", "slice_backward",
-))  # fmt: skip
-"""Ops of a rotary embedding; what else the attention module itself does are other ops."""
-SOFTMAX_BATCHES = 4
-"""Sequences times local heads must be a multiple of it for Megatron's fused softmax."""
+SOFTMAX_LEAST, SOFTMAX_MULTIPLE = 16, 4
+"""Megatron's fused softmax takes more keys, and multiples of queries and of sequences times local
+heads (``FusedScaleMaskSoftmax``)."""
 
 
 def as_run(pieces: Iterable[Piece], shifts: Iterable[Shift], job: Job) -> Iterator[Piece]:
@@ -35,7 +31,7 @@ def as_run(pieces: Iterable[Piece], shifts: Iterable[Shift], job: Job) -> Iterat
         job: The job.
     """
     for piece in pieces:
-        if not _rotates(piece, job):
+        if not (job.stack.fused_rotary and piece.rotary):
             yield _spread(piece, job)
             yield from _beside(piece, job)
     if job.stack.fused_rotary and job.config.positions == "rope":
@@ -86,7 +82,8 @@ def _softmax(kernel: Kernel, job: Job) -> Kernel:
     """
     wide = job.dtype == "tf32"
     batches = job.micro_batch * job.config.heads // job.tp
-    if not wide and job.seq <= job.stack.softmax_keys and batches % SOFTMAX_BATCHES == 0:
+    fits = SOFTMAX_LEAST < job.seq <= job.stack.softmax_keys
+    if not wide and fits and job.seq % SOFTMAX_MULTIPLE == batches % SOFTMAX_MULTIPLE == 0:
         return kernel
     backward = kernel.phase == "input_gradient"
     passes = 7 if backward else 6  # of which 3 and 2 are those of the one kernel
@@ -109,7 +106,7 @@ def _beside(piece: Piece, job: Job) -> Iterator[Piece]:
             write_bytes=size, matmul=None, launches=1,
         )  # fmt: skip
         yield replace(piece, kernel=added)
-    if job.stack.wide_norms and kernel.kind == "norm":
+    if job.stack.wide_norms and kernel.kind == "norm" and job.dtype != "tf32":
         yield _wide_norm(piece, job)
 
 
@@ -123,23 +120,16 @@ def _wide_norm(piece: Piece, job: Job) -> Piece:
     elements = (kernel.read_bytes + kernel.write_bytes) // (6 if backward else 4)
     # Cast: 6 bytes. The norm: input in 4 bytes instead of 2, in backward its gradient, too.
     extra, launches = (10 if backward else 8) * elements, 1
-    if backward and job.stack.norms_again and job.recompute == "none" and piece.part in _BLOCKS:
-        # The cast and the norm once more, and the sum before every second one.
-        extra, launches = extra + 15 * elements, 3
+    if backward and job.stack.norms_again and piece.part in _BLOCKS:
+        # The cast and the norm once more, and the sum before every second one, in blocks that are
+        # not run again as a whole.
+        again = 1.0 - (job.recompute_share if job.recompute == "full" else 0.0)
+        extra, launches = extra + round(15 * again * elements), launches + round(2 * again)
     added = replace(
         kernel, op="cast", kind="elementwise", flops=0, read_bytes=extra // 2,
         write_bytes=extra - extra // 2, launches=launches,
     )  # fmt: skip
     return replace(piece, kernel=added)
-
-
-def _rotates(piece: Piece, job: Job) -> bool:
-    """Whether the piece is an op of a rotary embedding for which the stack has its own kernel."""
-    if not job.stack.fused_rotary or job.config.positions != "rope" or piece.core:
-        return False
-    kernel = piece.kernel
-    joins = kernel.op == "cat" and kernel.phase == "forward"  # in backward it joins a split
-    return kernel.module.endswith(".attention") and (kernel.op in _ROTARY or joins)
 
 
 def _rotations(job: Job) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ from autopar.cost_models.software import implementation_of
 from autopar.cost_models.tape.program import split
 from autopar.cost_models.tape.stage import Call, StageTask, tape_stage
 from autopar.cost_models.work import Move
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Node
 from autopar.plan.build import make_plan
 from autopar.presets.config import DecoderConfig
 from autopar.presets.registry import build_decoder
@@ -97,15 +97,17 @@ def _work(
     programs = split(tape_stage(stage_task(sharded, config), rank, implementation))
     cores = {node.name for node in graph.nodes if "scaled_dot_product" in node.op}
     pieces = tuple(
-        Piece(kernel=replace(kernel, count=count), part=part, core=kernel.node in cores)
+        Piece(
+            kernel=replace(kernel, count=count), part=part, core=kernel.node in cores, rotary=rotary
+        )
         for kernel in kernels_of(programs)
-        for part, count in _parts(kernel.count)
+        for part, rotary, count in _parts(kernel.count)
     )
     modules = {node.name: node.module for node in graph.nodes}
     shifts = tuple(
         Shift(move=replace(move, count=count), part=_home(move, part, modules))
         for move in moves_of(programs, rank)
-        for part, count in _parts(move.count)
+        for part, _, count in _parts(move.count)
     )
     return Work(pieces=pieces, shifts=shifts)
 
@@ -121,11 +123,20 @@ def _home(move: Move, part: int, modules: Mapping[str, str]) -> int:
     return tables.FIRST if embeds or gathers else part
 
 
-def _parts(count: int) -> Iterator[tuple[int, int]]:
-    """Parts of the model that a count with digits stands for, and how often each."""
-    for part, digit in _DIGITS.items():
-        if count // digit % _BASE:
-            yield part, count // digit % _BASE
+def _parts(count: int) -> Iterator[tuple[int, bool, int]]:
+    """What a count with digits stands for: part, whether it rotates, and how often."""
+    for rotary, digits in ((False, _DIGITS), (True, _ROTARY_DIGITS)):
+        for part, digit in digits.items():
+            if count // digit % _BASE:
+                yield part, rotary, count // digit % _BASE
+
+
+def _digit(node: Node, config: DecoderConfig) -> int:
+    """What a node counts for."""
+    part = part_of(node.module, config)
+    inside = node.module.endswith(".attention") and config.positions == "rope"
+    rotates = inside and node.op.split(".")[1] in _ROTARY
+    return _ROTARY_DIGITS[part] if rotates else _DIGITS[part]
 
 
 _ENDS = ("tokens", "places", "drop")
@@ -135,6 +146,12 @@ _DIGITS = {
     tables.FIRST: 1, tables.BLOCK: _BASE, tables.SPARSE: _BASE**2, tables.LAST: _BASE**3,
 }  # fmt: skip
 """A node counts for its part's digit: equal kernels are summed, and digits tell them apart."""
+_ROTARY_DIGITS = {tables.BLOCK: _BASE**4, tables.SPARSE: _BASE**5}
+"""The same of nodes that rotate queries and keys."""
+_ROTARY = frozenset((
+    "arange", "neg", "div", "pow", "mul", "cos", "sin", "to", "slice", "sub", "add", "cat",
+))  # fmt: skip
+"""Ops of a rotary embedding; what else the attention module itself does are other ops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +227,7 @@ def stage_task(sharded: ShardedGraph, config: DecoderConfig) -> StageTask:
                 rule=rule,
                 choices=choices,
                 placement=placement,
-                count=_DIGITS[part_of(node.module, config)],
+                count=_digit(node, config),
             )
             for node, rule, choices, placement in parts
         ),

@@ -10,12 +10,13 @@ into the catalogue, those of stacks into ``fitted.json``. Every run appends its 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -55,6 +56,7 @@ class Problem:
         families: Family of each.
         batch: The jobs with their kernels.
         found: What can be fitted on all of them.
+        fixed: Constants that too few families depend on, which keep their priors.
     """
 
     jobs: tuple[Job, ...]
@@ -62,10 +64,15 @@ class Problem:
     families: tuple[str, ...]
     batch: Batch
     found: tuple[Parameter, ...]
+    fixed: Mapping[Target, float]
 
     def predict(self, logs: Sequence[float]) -> Floats:
         """Seconds per step of every job."""
-        return self.batch.price(expand(self.found, logs)).step_s
+        return self.batch.price(self.values(logs)).step_s
+
+    def values(self, logs: Sequence[float]) -> dict[Target, float]:
+        """All constants, where those that are fitted have these logarithms."""
+        return {**self.fixed, **expand(self.found, logs)}
 
     def fit(self, places: Sequence[int]) -> list[float]:
         """Logarithms of the parameters, fitted on the jobs at `places`."""
@@ -105,10 +112,35 @@ def load(rows: Sequence[Row]) -> Problem:
     jobs = tuple(kept[place][1] for place in places)
     times = [kept[place][0].step_time_s for place in places]
     families = tuple(map(family, jobs))
+    batch = Batch(jobs, [work_of(job) for job in jobs])
+    found, fixed = _supported(batch, families, parameters(jobs, families))
     return Problem(
-        jobs=jobs, measured=np.array(times, dtype=np.float64), families=families,
-        batch=Batch(jobs, [work_of(job) for job in jobs]), found=parameters(jobs, families),
+        jobs=jobs, measured=np.array(times, dtype=np.float64), families=families, batch=batch,
+        found=found, fixed=fixed,
     )  # fmt: skip
+
+
+EFFECT = 1e-3
+"""Share by which a step must change for its family to be behind a constant that is a tenth more."""
+
+
+def _supported(
+    batch: Batch, families: Sequence[str], found: Sequence[Parameter]
+) -> tuple[tuple[Parameter, ...], dict[Target, float]]:
+    """Those of `found` with at least two families behind them, and the priors of the others."""
+    priors = [math.log(item.constant.prior) for item in found]
+    start = expand(found, priors)
+    usual = batch.price(start).step_s
+    kept, fixed = [], {}
+    for item in found:
+        more = dict.fromkeys(item.targets, 1.1 * item.constant.prior)
+        moved = np.abs(batch.price({**start, **more}).step_s / usual - 1) > EFFECT
+        behind = {families[place] for place in np.flatnonzero(moved).tolist()}
+        if len(behind) >= 2:
+            kept.append(dataclasses.replace(item, families=len(behind)))
+        else:
+            fixed.update(dict.fromkeys(item.targets, item.constant.prior))
+    return tuple(kept), fixed
 
 
 def held_out(problem: Problem, fold_of: Callable[[int], int], folds: int) -> Floats:
@@ -205,26 +237,37 @@ def toys(rows: Sequence[Row], values: Mapping[Target, float]) -> dict[str, Any]:
     return found
 
 
-def write_constants(values: Mapping[Target, float], stacks: Sequence[str], note: str) -> None:
-    """Put fitted constants where predictions read them: the catalogue and ``fitted.json``."""
+def write_constants(
+    values: Mapping[Target, float], fixed: Collection[Target], stacks: Sequence[str], note: str
+) -> None:
+    """Put constants where predictions read them: the catalogue and ``fitted.json``.
+
+    Args:
+        values: All constants.
+        fixed: Those of them that keep their priors.
+        stacks: Names that are stacks; the others are devices.
+        note: What was fitted on.
+    """
     found: dict[str, dict[str, float]] = {}
     for (owner, name), value in sorted(values.items()):
         if owner in stacks:
             found.setdefault(owner, {})[name] = float(f"{value:.4g}")
         else:
-            _write_device(FOLDER / f"{owner}.yaml", name, value, note)
+            kept = (owner, name) in fixed
+            source = "prior: no two families of rows depend on it" if kept else f"fitted on {note}"
+            _write_device(FOLDER / f"{owner}.yaml", name, value, source)
     text = json.dumps({"fitted_on": note, "stacks": found}, indent=2)
     FITTED.write_text(text + "\n", encoding="utf-8")
 
 
-def _write_device(path: Path, name: str, value: float, note: str) -> None:
+def _write_device(path: Path, name: str, value: float, source: str) -> None:
     if name == "launch_s":
         name, value = "launch_us", value * 1e6
     pattern = re.compile(
         rf"^(  {name}: {{value: )[^,]+(, range: \[[^\]]+\], source: )[^}}]*}}", re.MULTILINE
     )
     text = path.read_text(encoding="utf-8")
-    new, count = pattern.subn(rf'\g<1>{value:.4g}\g<2>"fitted on {note}"}}', text)
+    new, count = pattern.subn(rf'\g<1>{value:.4g}\g<2>"{source}"}}', text)
     assert count == 1, (path, name)
     path.write_text(new, encoding="utf-8")
 
@@ -256,7 +299,7 @@ def run(arguments: Sequence[str] | None = None, *, out: Callable[[str], Any] | N
     for name, found in left_out.items():
         raw, scaled = found["raw"]["mean_abs_error"], found["one_factor"]["mean_abs_error"]
         say(f"  {name:28} {raw:6.1%} {scaled:6.1%}\n")
-    values = expand(problem.found, logs)
+    values = problem.values(logs)
     small = toys(read_rows(options.rows), values)
     for width, found in small.items():
         say(
@@ -265,11 +308,13 @@ def run(arguments: Sequence[str] | None = None, *, out: Callable[[str], Any] | N
             f"more: best in top 3 {found['best_in_top_3']:.0%}, regret {found['regret']:.1%}\n"
         )
     say("\nconstants\n")
+    for owner, name in sorted(problem.fixed):
+        say(f"  {owner + '.' + name:40} {problem.fixed[owner, name]:10.4g}  kept\n")
     for item, value in zip(problem.found, logs, strict=True):
         say(f"  {item.name:40} {math.exp(value):10.4g}  prior {item.constant.prior:8.3g}\n")
     if options.write:
         stacks = sorted({job.stack.name for job in problem.jobs})
-        write_constants(values, stacks, f"{len(problem.jobs)} published rows")
+        write_constants(values, problem.fixed, stacks, f"{len(problem.jobs)} published rows")
     entry = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"), "note": options.note,
         "rows": len(problem.jobs), "written": options.write,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 FAMILIES = frozenset(
@@ -33,11 +33,42 @@ def check_sizes(get: Callable[[str], Any]) -> None:
         )
     if get("kv_heads") and get("heads") % get("kv_heads"):
         raise Unpriceable("model.kv_heads does not divide model.heads")
+    if get("experts") and not 0 < (get("topk") or 2) <= get("experts"):
+        raise Unpriceable("model.topk is not between 1 and model.experts")
+
+
+def check_degrees(model: Callable[[str], Any], plan: Mapping[str, Any]) -> None:
+    """Refuse ranks that a model cannot be split over.
+
+    Args:
+        model: Fields of the model by name.
+        plan: Fields of the plan, degrees of parallelism as numbers.
+    """
+    ranks = plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]
+    if ranks > _RANKS:
+        raise Unpriceable(f"plan.dp x tp x pp x cp is over {_RANKS:,}")
+    experts, ep = model("experts") or 0, plan["ep"] or 1
+    wholes = (
+        ("tp", plan["tp"], "model.heads", model("heads")),
+        ("cp", plan["cp"], "model.seq_len", model("seq_len") or plan["cp"]),
+        ("ep", ep, "model.experts", experts),
+    )  # fmt: skip
+    for name, degree, field, size in wholes:
+        if degree > 1 and (not size or size % degree):
+            raise Unpriceable(f"plan.{name} {degree} does not divide {field} {size}")
+    if plan["pp"] * (plan["vp"] or 1) > model("layers") + 2:  # ends may be stages of their own
+        raise Unpriceable("plan.pp x vp is more than model.layers and both ends")
+    if plan["micro_batch"] and plan["micro_batch"] > _SAMPLES:
+        raise Unpriceable(f"plan.micro_batch is over {_SAMPLES:,}")
+
+
+_RANKS, _SAMPLES = 10**6, 10**6
 
 
 _MOST = {
     "layers": 4096, "hidden": 10**6, "heads": 10**5, "vocab": 10**7, "ffn_hidden": 10**7,
-    "experts": 10**5,
+    "experts": 10**5, "kv_heads": 10**5, "head_dim": 10**5, "seq_len": 10**8,
+    "moe_ffn_hidden": 10**7,
 }  # fmt: skip
 
 

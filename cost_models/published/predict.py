@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost_models.published.features import work_of
+from autopar.cost_models.published.features import Work, work_of
 from autopar.cost_models.published.folds import SET_APART, counts
 from autopar.cost_models.published.jobs import Job, read_job
 from autopar.cost_models.published.known import Unpriceable
@@ -15,6 +15,7 @@ from autopar.cost_models.published.memory import Memory, stage_memory, worst_mem
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.rows import Row
 from autopar.cost_models.published.stats import Ranking, Stats, error_stats, ranking
+from autopar.errors import InputError
 
 QUANTITIES = (
     "step_time_s",
@@ -119,8 +120,17 @@ def validate(
             skipped.append((row, "neither step time nor memory is stated"))
         elif wanted(job):
             kept.append((row, job))
-    timed = [(row, job) for row, job in kept if row.step_time_s is not None and _has_time(row)]
-    batch = Batch([job for _, job in timed], [work_of(job) for _, job in timed])
+    timed: list[tuple[Row, Job]] = []
+    works: list[Work] = []
+    for row, job in kept:
+        if row.step_time_s is not None and _has_time(row):
+            try:
+                works.append(work_of(job))
+            except InputError as reason:  # sizes that no model of the kind can have
+                skipped.append((row, f"the model cannot be built: {reason.what}"))
+                continue
+            timed.append((row, job))
+    batch = Batch([job for _, job in timed], works)
     seconds = batch.price().step_s if timed else ()
     found = []
     for (row, job), predicted in zip(timed, seconds, strict=True):
@@ -131,8 +141,10 @@ def validate(
                 predicted=float(predicted), assumed=job.assumed, counts=counts(row),
             )
         )  # fmt: skip
+    refused = {row.id for row, _ in skipped}
     for row, job in kept:
-        found += _memory(row, job)
+        if row.id not in refused:
+            found += _memory(row, job)
     return Validation(comparisons=tuple(found), skipped=tuple(skipped))
 
 

@@ -264,7 +264,7 @@ def _sizes(job: Job) -> dict[str, float]:
         "last_product": last_product(config) if job.stack.early_stop else 0.0,
         "every_second": sum(products(config)[1::2]) / sum(products(config)),
         "hidden_tensor": HIDDEN_TENSOR if job.asynchronous_tp else 1.0,
-        "hidden_sums": _hidden_sums(job),
+        "hidden_sums": job.stack.hidden_sums and not job.sequence_parallel,
         "blocking": job.stack.blocking,
         "updated": (layers * block + outer) / (shards if job.zero else 1),
         "update_bytes": job.stack.update_bytes,
@@ -281,13 +281,6 @@ def _sizes(job: Job) -> dict[str, float]:
         "step_s": job.stack.step_s,
         "load": expert_load(job),
     }
-
-
-def _hidden_sums(job: Job) -> float:
-    """What is left of tensor collectives in backward."""
-    if job.asynchronous_tp:
-        return HIDDEN_TENSOR
-    return SLOWDOWN if job.stack.hidden_sums and not job.sequence_parallel else 1.0
 
 
 def _shard_copies(job: Job) -> float:
@@ -343,7 +336,9 @@ def _block(
     whole = size["recompute_share"] * (1 - last)
     repeated = np.select([kinds == "full", kinds == "ops"], [whole, 0.5], 0.0)
     ahead = tensor(moved, wires.FORWARD, wires.SPARSE_FORWARD) * size["hidden_tensor"]
-    back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_sums"]
+    back = tensor(moved, wires.BACKWARD, wires.SPARSE_BACKWARD) * size["hidden_tensor"]
+    beside = np.minimum(back, part(table.weights)) * size["hidden_sums"]
+    back = back - (1 - SLOWDOWN) * beside
     routing, exchange = moved[wires.ROUTE] * sparse * size["load"], moved[wires.EXCHANGE]
     tensor_forward = ahead + 0.3 * exchange + 2 * routing
     tensor_backward = back + 0.6 * exchange + 2 * routing

@@ -62,8 +62,10 @@ _TOP = _section(text="id group tier flops_kind notes") | {"flags": "a list of te
 _POSITIVE = frozenset((
     "layers", "hidden", "heads", "kv_heads", "seq_len", "gpus", "dp", "tp", "pp", "cp", "ep",
     "micro_batch", "global_batch", "iter_time_s", "tokens_per_s_per_gpu", "peak_mem_gib",
-    "mem_allocated_gib",
+    "mem_allocated_gib", "gpus_per_node", "gpu_mem_gb", "vp", "head_dim", "vocab", "mfu", "hfu",
 ))  # fmt: skip
+_MOST = 1e15
+"""No number of a row is as large; counts beyond it are no longer exact in floating point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def parse_rows(lines: Iterable[str], where: str) -> tuple[Row, ...]:
         place = f"{where}:{number}"
         try:
             data = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"line {number} is no JSON: {error}", where=place) from None
         row = _row(data, number, place)
         if row.id in found:
@@ -187,6 +189,13 @@ def _check(value: Any, kind: str, field: str, label: str, place: str) -> None:
     right = isinstance(value, _KINDS[kind]) and (kind == _FLAG or not isinstance(value, bool))
     if not right:
         raise InputError(f"{label}: field {field!r} is {value!r}", expected=kind, where=place)
+    if isinstance(value, int | float) and not abs(value) < _MOST:
+        raise InputError(
+            f"{label}: field {field!r} is {str(value)[:40]}", expected="a number below 1e15",
+            where=place,
+        )  # fmt: skip
+    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise InputError(f"{label!a}: field {field!r} has half of a character", where=place)
     if field.rpartition(".")[2] in _POSITIVE and not value > 0:
         raise InputError(
             f"{label}: field {field!r} is {value!r}", expected="a positive number", where=place

@@ -32,11 +32,13 @@ class Piece:
         kernel: The kernel; its count is that within one such part.
         part: One of the four parts.
         core: Whether it is the core of attention: scores, softmax and their product with values.
+        rotary: Whether it rotates queries and keys by their positions.
     """
 
     kernel: Kernel
     part: int
     core: bool
+    rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Table:
         part: Its part of the model.
         core: Whether it is the core of attention.
         product: Whether it is a product of matrices outside of that.
+        weights: Whether it is one that makes a gradient of weights.
         columns: What its price depends on.
         jobs: Number of jobs.
     """
@@ -69,6 +72,7 @@ class Table:
     part: Integers
     core: Flags
     product: Flags
+    weights: Flags
     columns: Columns
     jobs: int
 
@@ -76,14 +80,16 @@ class Table:
     def of(cls, pieces: Sequence[Iterable[Piece]]) -> Table:
         """The table of the kernels of every job."""
         flat = [(place, piece) for place, found in enumerate(pieces) for piece in found]
+        product = np.array(
+            [not piece.core and piece.kernel.matmul is not None for _, piece in flat], dtype=bool
+        )
+        of_weights = [piece.kernel.phase == "weight_gradient" for _, piece in flat]
         return cls(
             job=np.array([place for place, _ in flat], dtype=np.int64),
             part=np.array([piece.part for _, piece in flat], dtype=np.int64),
             core=np.array([piece.core for _, piece in flat], dtype=bool),
-            product=np.array(
-                [not piece.core and piece.kernel.matmul is not None for _, piece in flat],
-                dtype=bool,
-            ),
+            product=product,
+            weights=product & np.array(of_weights, dtype=bool),
             columns=Columns.of(piece.kernel for _, piece in flat),
             jobs=len(pieces),
         )

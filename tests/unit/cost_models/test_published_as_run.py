@@ -14,11 +14,14 @@ from autopar.cost_models.published.jobs import Job, read_job
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.rows import read_rows
 from autopar.cost_models.published.tables import Piece
-from autopar.cost_models.software import SLOWDOWN
+from autopar.cost_models.software import SLOWDOWN, stack
 
 MEGATRON = "vtrain-multi-40L6144h-g256-b1024-mb2-t16d16p1"
 PADDLE = "flagperf-paddle-gpt3-6.7b-80-t2p1z1"
 INTERNLM = "internevo-t2z4-g128"
+QUERIES = "flagperf-llama3-8b-h100-p1d4t2"
+"""Of 32 heads that share 8 heads of keys."""
+BLOOM = "bloom-182B-13824h78L-t4p12d8-mb2-b2048"
 
 
 @functools.cache
@@ -54,6 +57,12 @@ def test_a_softmax_that_megatron_has_no_kernel_for_goes_through_float32():
     assert block_bytes(job, softmax) == (36 + 40) * scores
     four = replace(job, micro_batch=4, global_batch=2 * job.global_batch)
     assert block_bytes(four, softmax) == block_bytes(replace(four, stack=fused.stack), softmax)
+    odd = replace(four, seq=four.seq - 2)  # no multiple of 4
+    assert block_bytes(odd, softmax) > 7 * block_bytes(replace(odd, stack=fused.stack), softmax)
+    wide = replace(four, dtype="tf32")  # 3 and 7 / 3 times the bytes of one kernel
+    assert block_bytes(wide, softmax) == (6 + 7) * 4 * (scores * 2)
+    (kernel,) = {p.kernel.launches for p in work_of(job).pieces if softmax(p)}
+    assert kernel == 5
     long = replace(four, seq=2 * four.seq)
     assert long.stack.softmax_keys == 2048 < long.seq
     assert block_bytes(long, softmax) > 7 * block_bytes(replace(long, stack=fused.stack), softmax)
@@ -101,18 +110,31 @@ def test_tensors_that_need_no_sum_are_copied():
     assert block_bytes(alone) == block_bytes(other(alone, tensor_copies=False))
 
 
-def test_rotating_in_place_reads_and_writes_queries_and_keys_once_each_way():
-    job = job_of(INTERNLM)
+def rotated(job: Job) -> tuple[float, float]:
+    """Bytes that rotating moves in one block, and that all its ops do."""
+    pieces = [item for item in work_of(job).pieces if item.part in (tables.BLOCK, tables.SPARSE)]
 
-    def attention(piece: Piece) -> bool:
-        kernel = piece.kernel
-        split = kernel.op in ("cat", "clone") and kernel.op + kernel.phase != "catforward"
-        inside = kernel.module.endswith(".attention") or kernel.op == "rotary"
-        return inside and not piece.core and not split
+    def moved(found: list[Piece]) -> float:
+        return sum(
+            (item.kernel.read_bytes + item.kernel.write_bytes) * item.kernel.count for item in found
+        )
 
-    tensor = 2 * job.micro_batch * job.seq * job.config.hidden // job.tp
-    assert block_bytes(job, attention) == 2 * 2 * 2 * tensor
-    assert block_bytes(other(job, fused_rotary=False), attention) > 4 * 8 * tensor
+    own = moved([item for item in pieces if item.kernel.op == "rotary" or item.rotary])
+    return own, moved(pieces)
+
+
+@pytest.mark.parametrize("name", [INTERNLM, "internevo-t1z8-g128", QUERIES])
+def test_rotating_in_place_reads_and_writes_queries_and_keys_once_each_way(name):
+    job = job_of(name)
+    eager = other(job, fused_rotary=False)
+    tokens, config = job.micro_batch * job.seq, job.config
+    features = (config.heads + config.kv_heads) * config.head_dim // job.tp
+    own, everything = rotated(job)
+    assert own == 2 * 2 * 2 * tokens * features
+    eager_own, eager_everything = rotated(eager)
+    assert eager_own > 4 * own
+    # What has the same sizes, such as sums of residuals, is still there.
+    assert eager_everything - everything == eager_own - own
 
 
 def test_norms_of_float32_are_cast_and_run_again():
@@ -123,8 +145,13 @@ def test_norms_of_float32_are_cast_and_run_again():
     once = other(job, norms_again=False)
     assert block_bytes(once) - block_bytes(narrow) == pytest.approx(2 * 18 * elements, rel=1e-3)
     assert block_bytes(job) - block_bytes(once) == pytest.approx(2 * 15 * elements, rel=1e-3)
+    half = replace(job, recompute="full", recompute_share=0.5)
+    some = block_bytes(half) - block_bytes(other(half, norms_again=False))
+    assert some == pytest.approx(15 * elements, rel=1e-3)
     full = replace(job, recompute="full", recompute_share=1.0)
     assert block_bytes(full) == block_bytes(other(full, norms_again=False))
+    whole = replace(job, dtype="tf32")
+    assert block_bytes(whole) == block_bytes(other(whole, wide_norms=False))
 
 
 def test_sums_beside_products_only_slow_them_down():
@@ -134,7 +161,18 @@ def test_sums_beside_products_only_slow_them_down():
         float(Batch([item], [work_of(item)]).price().tensor_s[0]) for item in (job, waits)
     )
     assert hidden / shown == pytest.approx((1 + SLOWDOWN) / 2, rel=1e-2)
+    slow = replace(job.hardware, per_node=1, domain=1, network_bytes_per_s=1e8)
+    slow_job, slow_waits = (replace(item, hardware=slow) for item in (job, waits))
+    priced = [Batch([item], [work_of(item)]).price() for item in (slow_job, slow_waits)]
+    saved = float(priced[1].tensor_s[0] - priced[0].tensor_s[0])
+    assert 0 < saved < 0.3 * float(priced[1].compute_s[0] - priced[1].tensor_s[0])
     spread = replace(job, sequence_parallel=True)
     assert Batch([spread], [work_of(spread)]).price().tensor_s == (
         Batch([other(spread, hidden_sums=False)], [work_of(spread)]).price().tensor_s
     )
+
+
+def test_only_the_runs_of_bloom_wait_for_every_kernel():
+    job = job_of(BLOOM)
+    assert job.stack.blocking and "the host waits for every kernel" in job.assumed
+    assert not stack(job.stack.name).blocking
