@@ -143,8 +143,8 @@ def _rotations(job: Job) -> Iterator[Piece]:
             size = tokens * heads * config.head_dim * width // job.tp
             for phase in _BOTH_WAYS:
                 kernel = Kernel(
-                    node="rotary", op="rotary", kind="elementwise", phase=phase, flops=size,
-                    read_bytes=size, write_bytes=size, dtype="bfloat16",
+                    node="rotary", op="rotary", kind="elementwise", phase=phase,
+                    flops=3 * size // width, read_bytes=size, write_bytes=size, dtype="bfloat16",
                 )  # fmt: skip
                 yield Piece(kernel=kernel, part=part, core=False)
 

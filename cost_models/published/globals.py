@@ -69,12 +69,12 @@ GLOBALS: Mapping[str, Global] = {
     ),
     "RACE": Global(
         value=compute.RACE, low=2.0, high=20.0,
-        source="fitted on vtrain-single before those steps were priced as traces; of the rows that "
-        "count only Sailor's small models depend on it (15 % with 3, 20 % with 6)",
+        source="fitted on vtrain-single, whose steps a simulator composed (SOURCES.md); of rows "
+        "that count only Sailor's small models depend on it (15 % with 3, 20 % with 6)",
     ),
     "COLLECTIVE_LAUNCHES": Global(
         value=compute.COLLECTIVE_LAUNCHES, low=1.0, high=8.0,
-        source="fitted on vtrain-single before those steps were priced as traces",
+        source="fitted on vtrain-single, whose steps a simulator composed (SOURCES.md)",
     ),
     "SLOWDOWN": Global(
         value=software.SLOWDOWN, low=0.05, high=0.7,

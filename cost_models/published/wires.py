@@ -146,6 +146,11 @@ def _of_data(job: Job, width: int) -> Iterator[Ask]:
                 slot=REDUCE, kind="reduce_scatter", size_bytes=size * stack.gradient_bytes,
                 axes=shards, count=count,
             )  # fmt: skip
+            if job.zero_group:  # the parts, over the groups that hold the same ones
+                part = size * stack.gradient_bytes / _shard_ranks(job)
+                yield Ask(
+                    slot=REDUCE, kind="all_reduce", size_bytes=part, axes=("do",), count=count
+                )
         return
     params = layers * block + outer
     summed = params * stack.gradient_bytes
@@ -166,6 +171,11 @@ def _of_data(job: Job, width: int) -> Iterator[Ask]:
             slot=SPREAD, kind="all_gather", size_bytes=params * width / count, axes=shards,
             count=count,
         )  # fmt: skip
+
+
+def _shard_ranks(job: Job) -> int:
+    """Ranks that a job's parameters are divided over."""
+    return dict(mesh_of(job).axes)["di"] * job.cp
 
 
 def one_by_one(job: Job) -> bool:

@@ -283,6 +283,17 @@ def test_rings_of_torch_exchange_all_heads_and_join_in_float32():
     assert times(eager).compute_s[0] - times(job).compute_s[0] > 0.98 * 8 * 8 * joined
 
 
+def test_groups_that_hold_the_same_parts_sum_them():
+    job = replace(JOB, dp=32, zero=3, regather=True, global_batch=128)
+    hybrid = replace(job, zero_group=8)
+    sums = [ask for ask in asks_of(hybrid, ()) if ask.kind == "all_reduce"]
+    block, ends = CONFIG.block_params(False), CONFIG.vocab * CONFIG.hidden
+    assert [(ask.size_bytes, ask.count, ask.axes) for ask in sums] == [
+        (4 * block / 8, 8, ("do",)), (4 * ends / 8, 1, ("do",)),
+    ]  # fmt: skip
+    assert not [ask for ask in asks_of(job, ()) if ask.kind == "all_reduce"]
+
+
 def test_tensor_ranks_gather_what_is_cast():
     move = Move(
         kind="all_gather", size_bytes=1000, axes=("tp",), group=2, phase="forward", node="x",
