@@ -63,6 +63,7 @@ def check_degrees(model: Callable[[str], Any], plan: Mapping[str, Any]) -> None:
 
 
 _RANKS, _SAMPLES = 10**6, 10**6
+"""Ranks of a job, and samples of a microbatch, beyond any that was published."""
 
 
 _MOST = {

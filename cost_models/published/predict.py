@@ -15,7 +15,7 @@ from autopar.cost_models.published.memory import Memory, stage_memory, worst_mem
 from autopar.cost_models.published.price import Batch
 from autopar.cost_models.published.rows import Row
 from autopar.cost_models.published.stats import Ranking, Stats, error_stats, ranking
-from autopar.errors import InputError
+from autopar.errors import AutoparError
 
 QUANTITIES = (
     "step_time_s",
@@ -126,7 +126,7 @@ def validate(
         if row.step_time_s is not None and _has_time(row):
             try:
                 works.append(work_of(job))
-            except InputError as reason:  # sizes that no model of the kind can have
+            except AutoparError as reason:  # sizes that no model of the kind can have
                 skipped.append((row, f"the model cannot be built: {reason.what}"))
                 continue
             timed.append((row, job))
@@ -143,8 +143,12 @@ def validate(
         )  # fmt: skip
     refused = {row.id for row, _ in skipped}
     for row, job in kept:
-        if row.id not in refused:
+        if row.id in refused:
+            continue
+        try:
             found += _memory(row, job)
+        except AutoparError as reason:
+            skipped.append((row, f"the model cannot be built: {reason.what}"))
     return Validation(comparisons=tuple(found), skipped=tuple(skipped))
 
 

@@ -87,6 +87,18 @@ def test_plans_that_cannot_be_are_skipped_and_the_others_priced(tmp_path, capsys
         assert reason in skipped[f"bad {place}"], skipped
 
 
+def test_a_model_that_cannot_be_built_is_skipped_for_time_and_for_memory(tmp_path, capsys):
+    sizes = {"plan.precision": "tf32", "id": "timed"}  # no grouped products of float32
+    memory = {"measured": {"peak_mem_gib": 70.0, "peak_mem_kind": "max allocated"}, "derived": {}}
+    rows = [json.loads(changed(SPARSE, sizes)) for _ in range(2)]
+    rows[1].update({"id": "kept", **memory})
+    code, out = run(tmp_path, capsys, "\n".join(map(json.dumps, rows)), "--json")
+    found = json.loads(out)
+    assert code == 0 and {row["id"] for row in found["rows"]} == {"good"}
+    assert {row["id"] for row in found["skipped"]} == {"timed", "kept"}
+    assert all("the model cannot be built" in row["reason"] for row in found["skipped"])
+
+
 def test_a_file_nested_without_end_is_no_json(tmp_path, capsys):
     code, out = run(tmp_path, capsys, "[" * 100_000)
     assert code == 2 and "line 1 is no JSON" in out
